@@ -1,4 +1,4 @@
-"""What all benches do alike: refuse figures that mean nothing, summarise, write what was measured, and end."""
+"""Common steps of all benches: refuse figures that mean nothing, summarise, write what was measured, and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it brings and costs to keep the KV of answers: a chat's next turn, and the decoding of many requests.
+"""Benefit and cost of keeping the KV of answers: a chat's next turn, and the decoding of many requests.
 
     python bench/chat_turns.py [--measure turns thinking decode]
                                [--configurations off prompts generated nvme keeps strips]
@@ -16,8 +16,8 @@ turns: conversations of --turns turns, each of --tokens new tokens and --tokens 
 prompt fills the device, so that none of the conversation is in its cache. By turn: the share of its prompt that
 was cached, beside that of the whole blocks of the conversation so far (`most`: the KV of the last token of an answer
 is not computed before the next turn), and the time to the first token, medians over the conversations. Fewer
-conversations are held where the next one would not end within --seconds. --add: to those of the last run, for a machine
-that is not quiet for long.
+conversations are held if the next one would not end within --seconds. --add: keep those of the last run too, for a
+machine that is not quiet for long.
 
 thinking: with `keeps` and `strips`, waves of --requests conversations of two turns each, until --answers answers were
 sent back or not. After how many of them the engine kept no KV of answers any more, and the share that it has measured.
@@ -129,7 +129,7 @@ def _blocks(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one configuration made of a turn."""
+    """The outcome of a turn in one configuration."""
 
     prompt_tokens: int
     cached_tokens: int

@@ -222,7 +222,7 @@ def port_of(stack: LocalStack, engine: int) -> int:
 def ask_all_of_s3(
     stack: LocalStack, path: SlowPath, prompts: Sequence[list[int]], tokens: int, runs: int
 ) -> dict[str, list[float]]:
-    """As `ask_all`: the second engine at each round trip, and on a narrow path."""
+    """Return seconds per row, as `ask_all` does, with the second engine at each round trip and on a narrow path."""
     model, second = stack.model.served_name, port_of(stack, 1)
     seconds, known = ask_first(stack, model, "s3", prompts, tokens)
     ask(second, model, make_prompt("a prompt that no engine knows", tokens + TAIL_TOKENS))  # measures its prefill

@@ -135,7 +135,7 @@ def stamping(file: Path) -> Iterator[Path]:
 
 
 def stamps_of(file: Path, place: int) -> list[Stamp]:
-    """Those behind ``place``."""
+    """Return the stamps that follow byte ``place`` of the file."""
     with file.open() as stream:
         stream.seek(place)
         lines = [line.split() for line in stream]

@@ -109,7 +109,7 @@ def _run(
 def _one(
     router: Router, python: Path, engines: list[int], results: Results, load: Load, *, streams: bool = False
 ) -> None:
-    """Its cells, or its streams."""
+    """Start the router and measure its cells, or its streams; one that does not start is left out."""
     if router.name in results.left_out:
         return
     port, other = free_ports(2)

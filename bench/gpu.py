@@ -201,7 +201,7 @@ class Engine:
         return [one.first_token_seconds for one in answers], total, sum(one.cached_tokens for one in answers)
 
     def answers(self, prompts: Sequence[list[int]], answer_tokens: int, sessions: Sequence[str] = ()) -> list[Answer]:
-        """What is answered to prompts that are submitted at once, in their order. sessions: that they name, if any."""
+        """Submit the prompts at once and return their answers in that order. sessions: one for each prompt, or none."""
         sampling = self._sampling(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
         samplings = [sampling] * len(prompts)
         for at, session in enumerate(sessions):

@@ -1,4 +1,4 @@
-"""What it brings and costs to keep the KV of answers, on one CUDA device: a chat's next turn, and decoding.
+"""Benefit and cost of keeping the KV of answers, on one CUDA device: a chat's next turn, and decoding.
 
     python bench/gpu_chat_turns.py [--measure first decode turns] [--configurations off prompts generated auto nvme]
                                    [--conversations 5] [--turns 8] [--tokens 300]
@@ -11,12 +11,12 @@ idle; token ids in, token ids out. The first group is
 
     off             no connector
     prompts         a CPU tier for the KV of prompts alone (generated_tokens: off)
-    generated       for that of answers as well
-    auto            as the engine decides (generated_tokens: auto)
+    generated       a CPU tier for the KV of answers as well
+    auto            a CPU tier for the KV of answers while the engine decides so (generated_tokens: auto)
 
 and then, by itself,
 
-    nvme            the latter with NVMe behind a CPU tier that holds one conversation
+    nvme            the latter, with NVMe behind a CPU tier that holds one conversation
 
 turns: --conversations in rotation, each of --turns turns of --tokens new tokens and --tokens of answer; a turn's prompt
 is the whole conversation so far, with the ids that were generated. One request at a time. After each turn of all
@@ -34,10 +34,10 @@ each later round go on in those of the one before, and do not hold its answers, 
 out. So `auto` has two rows: while it keeps the KV of answers, and once it has given that up. Between them it stores
 what was computed before; that round counts in neither.
 
-Compiled and with CUDA graphs, as vLLM's defaults are, unless --eager. --add: to what the last run measured of other
-configurations, which it replaces where both have it. --small: a tiny model on any platform, to check that it runs; its
-figures mean nothing. Prints tables, writes build/bench/gpu_chat_turns.json (flat; units are in the keys) and, after
-each round, what it is made of (gpu_chat_turns_rounds.json).
+Compiled and with CUDA graphs, as vLLM's defaults are, unless --eager. --add: keep what the last run measured, except
+what this one measures again. --small: a tiny model on any platform, to check that it runs; its figures mean nothing.
+Prints tables, writes build/bench/gpu_chat_turns.json (flat; units are in the keys) and, after each round, what it is
+made of (gpu_chat_turns_rounds.json).
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> None:
 
 
 def rounds_in_turn(engines: dict[str, Turn], given: argparse.Namespace, what: str) -> Iterator[dict[str, Any]]:
-    """What each engine answers to a round, by its name, without the first one, which warms up."""
+    """Yield the engines' answers to each round, by name, but for the first round, which warms up."""
     end = time.monotonic() + given.seconds
     for number in range(-1, max(given.rounds, ROUNDS_LEAST)):
         if time.monotonic() > end:

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Party | None, bool]] = {  # whose flood; whether the user
 
 @dataclass
 class Seen:
-    """What counts of a case."""
+    """The figures of a case in one round."""
 
     first_token_seconds: list[float] = field(default_factory=list)  # the user's
     flood_answers: int = 0
@@ -215,7 +215,8 @@ def serve(given: argparse.Namespace) -> None:
 
 
 def measure(given: argparse.Namespace, own_arguments: Sequence[str]) -> dict[str, dict[str, list[Seen]]]:
-    """What was seen in each round, by engine and by case with its constants. What varies nothing is measured once."""
+    """Return the figures of all rounds, by engine and by case with its constants. A case that the constants do not
+    affect is measured with the first ones alone."""
     rounds: dict[str, dict[str, list[Seen]]] = {engine: {} for engine in given.engines}
     commands = {engine: [__file__, *own_arguments, "--serve", engine] for engine in given.engines}
     with engines_in_turn(commands, folder_of(given)) as engines:

@@ -70,7 +70,7 @@ def serve(name: str, folder: Path, prompts: int, tokens: int) -> None:
 
 
 def transfer_config(name: str, folder: Path) -> dict[str, Any] | None:
-    """As in bench/gpu.py, but the NVMe tier keeps its own limits: here it may shed stores."""
+    """Return the configuration of bench/gpu.py, but leave the NVMe tier its default limits: here it may shed stores."""
     config = gpu.transfer_config("spillway-cpu" if name == "spillway-nvme" else name, folder)
     if name == "spillway-nvme" and config is not None:
         tier = {"type": "nvme", "path": str(folder / "nvme"), "max_bytes": gpu.NVME_BYTES}

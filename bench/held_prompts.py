@@ -1,4 +1,4 @@
-"""What retention brings to those who ask for it, and costs others, in one full CPU tier. Simulated.
+"""Benefit of retention to those who ask for it, and its cost to others, in one full CPU tier. Simulated.
 
     python bench/held_prompts.py [--sessions 40] [--seed 0]
 

@@ -93,8 +93,8 @@ class Load:
 
 
 def wait_for(finished: Callable[[], list[Any]]) -> tuple[list[Any], float]:
-    """What it returns as soon as that is something, and the processor seconds spent asking; an engine asks at its
-    steps."""
+    """Poll until `finished` returns something. Returns that, and the processor seconds spent on polling, which an
+    engine does at its steps."""
     begun = time.thread_time()
     while not (done := finished()):
         time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""What a process of the stack says at /metrics."""
+"""Values that a process of the stack reports at /metrics."""
 
 from __future__ import annotations
 

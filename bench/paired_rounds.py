@@ -21,7 +21,7 @@ class Interval:
     high: float
 
     def figures(self, key: str, digits: int = 4) -> dict[str, float]:
-        """Its part of a report: `KEY`, `KEY_low` and `KEY_high`."""
+        """Return the interval as a report has it: `KEY`, `KEY_low` and `KEY_high`."""
         ends = {"": self.median, "_low": self.low, "_high": self.high}
         return {f"{key}{end}": round(value, digits) for end, value in ends.items()}
 

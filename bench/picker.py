@@ -81,7 +81,7 @@ class Cell(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What requests of a row are sent to, and CPU seconds of its gateway's processes so far."""
+    """The ports to which requests of a row are sent, and the CPU seconds of its gateway's processes so far."""
 
     ports: list[int]
     cpu_seconds: Callable[[], float] | None = None
@@ -201,7 +201,7 @@ def _trace(given: argparse.Namespace, engines: list[int]) -> dict[str, float]:
 
 @contextmanager
 def _on_cores(cores: set[int] | None) -> Iterator[None]:
-    """What is started inside runs on these."""
+    """Run processes that are started within the block on these cores; None: on those of this process."""
     before = os.sched_getaffinity(0)
     if cores is not None:
         os.sched_setaffinity(0, cores)
@@ -215,7 +215,7 @@ def _on_cores(cores: set[int] | None) -> Iterator[None]:
 def _gateway(
     given: argparse.Namespace, engines: Sequence[int], ports: Sequence[int], checkout: Path = Path()
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """That of the checkout. ports: its main one, the operators' and the picker's."""
+    """Run the gateway of the checkout. ports: its main one, the operators' and the picker's."""
     port, operations, picker = ports
     listed = routers(given.tokenizer, processes=[given.processes], picker_port=picker)
     name = f"spillway, {given.processes} processes" if given.processes > 1 else "spillway"

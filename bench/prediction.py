@@ -1,4 +1,4 @@
-"""What the gateway expects to be cached, tier by tier, beside what real engines then report. Counts, no times.
+"""Cached tokens that the gateway expects, tier by tier, beside those that real engines then report. Counts, no times.
 
     python bench/prediction.py [--tiers nvme redis] [--requests 240] [--documents 16] [--parallel 2]
                               [--vllm 0.32] [--restarts engine gateway]

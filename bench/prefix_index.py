@@ -1,4 +1,4 @@
-"""What one turn of a conversation costs the gateway's event loop in its prefix index, in processor time.
+"""Processor time of the gateway's event loop in its prefix index for one turn of a conversation.
 
     python bench/prefix_index.py [--tokens 8000,50000,131072] [--block-tokens 16,128] [--conversations 20]
                                  [--output build/bench/prefix_index.json]

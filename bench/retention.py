@@ -227,7 +227,7 @@ class Slab(Cache):
         self._take_in(self._follower.use(NO_TENANT, hint, keys, self._now))
 
     def _take_in(self, use: SessionUse) -> None:
-        """As the tier's: in whole seconds."""
+        """Record the use in the sessions' table, in whole seconds as the tier does."""
         now_s = int(self._now)
         row = self._sessions.use(
             0,
@@ -269,7 +269,7 @@ class Slab(Cache):
                 self._sessions.claimed(row, slot)
 
     def _victim(self, row: int | None, rare: bool) -> int | None:
-        """As SlotClaims chooses it."""
+        """Choose the slot to evict, as SlotClaims does."""
         now_s = int(self._now)
         if rare:
             assert row is not None
@@ -328,7 +328,7 @@ class Limit(Cache):
 
 
 class Recognised:
-    """What the engine makes of requests that say nothing of their session."""
+    """Sessions that the engine recognises in requests that name none."""
 
     def __init__(self) -> None:
         self._conversations = Conversations()

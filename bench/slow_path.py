@@ -20,8 +20,8 @@ class SlowPath:
     """The proxy.
 
     Attributes:
-        port: It listens on this port of loopback.
-        round_trip_seconds: Of what arrives from now on.
+        port: Port of loopback on which it listens.
+        round_trip_seconds: Round trip of what arrives from now on.
         bytes_per_second: Bandwidth of each direction for what arrives from now on; None: no bound.
     """
 

@@ -1,5 +1,5 @@
-"""What vLLM builds in the engines of slow_tier.py: its own tiering and Spillway's, over disks that are slower than the
-machine's. Importing this slows down every tier of the process to $BENCH_TIER_BYTES_PER_SECOND, loads alone.
+"""Specs that vLLM builds in the engines of slow_tier.py: its own tiering and Spillway's, over disks slower than the
+machine's. Importing this slows down the loads of every tier of the process to $BENCH_TIER_BYTES_PER_SECOND.
 """
 
 from __future__ import annotations

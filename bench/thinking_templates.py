@@ -1,4 +1,4 @@
-"""What `generatedTokens: auto` decides with the chat template of a model that thinks, and after how many answers.
+"""Decision of `generatedTokens: auto` with the chat template of a model that thinks, and after how many answers.
 
     python bench/thinking_templates.py TEMPLATE... [--set preserve_thinking=true] [--turns 5] [--tool-calls 0 4]
 

@@ -1,4 +1,4 @@
-"""What a clock tells one tenant of the words that another tenant has sent, through the gateway on loopback.
+"""One tenant's guesses, by the clock alone, at words that another tenant has sent, through the gateway on loopback.
 
     python bench/word_clock.py [--trials 200] [--letters 8 32 128 511] [--chars 2000 16000]
 

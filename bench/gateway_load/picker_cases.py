@@ -1,5 +1,5 @@
-"""What bench/picker.py shows beside times: the picker's decisions on a whole trace beside the gateway's, and requests
-that fail while the picker's process ends and starts again."""
+"""Measurements of bench/picker.py other than times: the picker's decisions on a whole trace beside the gateway's, and
+requests that fail while the picker's process ends and starts again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ StartGateway = Callable[[], AbstractContextManager[subprocess.Popen[bytes]]]
 
 
 def prompts_of(trace: Trace) -> Iterator[list[int]]:
-    """Its prompts as token ids, in the order of their times if an answer takes a second."""
+    """Return the trace's prompts as token ids, in the order of their times if each answer takes a second."""
     requests: list[tuple[float, int, list[int]]] = []
     for number, session in enumerate(trace.sessions):
         at, context = session.start_seconds, list[int]()

@@ -119,7 +119,7 @@ def _numbered(turns: Sequence[Parts], number: int) -> Iterator[bytes]:
 
 
 def chat_body(messages: Sequence[Message], *, stream: bool) -> bytes:
-    """As clients write it, with Chinese as it is."""
+    """Return a chat request's body as clients write it: Chinese is not escaped."""
     body = {"model": MODEL, "messages": messages, "max_tokens": 32, "stream": stream}
     return json.dumps(body, ensure_ascii=False).encode()
 

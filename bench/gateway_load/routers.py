@@ -178,8 +178,8 @@ def _start_litellm(python: Path, folder: Path, port: int, other: int, engines: S
 
 
 def _spillway(python: Path, version: str) -> Path:
-    """What the gateway imports, at the pinned versions. Its own code is that of sources(); it is installed for its
-    metadata alone."""
+    """Install what the gateway imports, at the pinned versions, and return the interpreter. The gateway itself is there
+    for its metadata alone; its code comes from sources()."""
     pinned = Path("requirements/gateway.txt")
     name = f"gateway-{version}-{hashlib.sha256(pinned.read_bytes()).hexdigest()[:8]}"
     own = ["--no-deps", "./settings", "./gateway"]

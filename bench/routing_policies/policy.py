@@ -88,7 +88,7 @@ class Policy(ABC):
         """KV events of an engine arrived."""
 
     def engine_down(self, engine: int) -> None:  # noqa: B027
-        """Its process has died, with all that it held."""
+        """The engine's process has died, with all that it held."""
 
     def engine_up(self, engine: int) -> None:  # noqa: B027
-        """An empty one answers in its place."""
+        """An empty engine answers in place of the one that died."""

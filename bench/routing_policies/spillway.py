@@ -115,11 +115,11 @@ class Spillway(Policy):
         return attempt is not None
 
     def promised_tokens(self, request_id: str) -> int:
-        """What the gateway expected an open request to find on its engine."""
+        """Return the tokens that the gateway expected an open request to find on its engine."""
         return int(self._attempts[request_id].decision.held.total_tokens)
 
     def _observe(self) -> None:
-        """What the gateway reads of engines once a second; here between two requests."""
+        """Read the engines' state once a second, as the gateway does, but between two requests."""
         if self._fleet.now - self._observed_at < SCRAPE_SECONDS:
             return
         self._observed_at = self._fleet.now

@@ -32,7 +32,7 @@ class Trend:
 
 
 def second_half(series: Series) -> list[tuple[float, float]]:
-    """What comes after start-up, first use and the filling of caches."""
+    """Return the points after start-up, first use and the filling of caches."""
     if not series:
         return []
     middle = (series[0][0] + series[-1][0]) / 2

@@ -1,4 +1,4 @@
-"""What can happen to the shared directory and to the files in it, and how it is taken back."""
+"""Faults of the shared directory and of the files in it, and how to end them."""
 
 from __future__ import annotations
 

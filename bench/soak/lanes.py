@@ -26,7 +26,7 @@ class StoreFaults(Protocol):
 
 @dataclass
 class Log:
-    """What the lanes did. Lists are only appended to."""
+    """Record of what the lanes did. Lists are only appended to."""
 
     faults: Counter[str] = field(default_factory=Counter)
     recovery_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))

@@ -23,7 +23,7 @@ INJECTED_AT = 10  # number of the answer whose reference --inject-wrong spoils
 
 @dataclass
 class Tally:
-    """What the clients saw. Changed under `lock` alone; read when they have ended."""
+    """Outcomes of the clients' requests. Changed under `lock` alone; read when the clients have ended."""
 
     answers: int = 0
     wrong: int = 0

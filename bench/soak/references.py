@@ -50,7 +50,7 @@ class Reference:
     lengths: frozenset[int]
 
     def fault(self, answer: Scored) -> str | None:
-        """What is different beyond rounding."""
+        """Return how the answer differs beyond rounding; None if it does not."""
         return difference(self.scored, answer, self.rounding)
 
 

@@ -1,4 +1,4 @@
-"""What can happen to a Valkey server and to the values it holds, and how it is taken back."""
+"""Faults of a Valkey server and of the values it holds, and how to end them."""
 
 from __future__ import annotations
 

@@ -79,11 +79,11 @@ class AgentLoad:
             yield Segment(f"{self.seed}-{place}-{number}-{turn}", tokens), pause
 
     def answer(self, place: int, number: int, turn: int) -> Segment:
-        """As it is in the next prompt."""
+        """Return the answer as it stands in the next prompt."""
         if self.answers_return:
             return self.generated(place, number, turn)
         return Segment(f"answer-{self.seed}-{place}-{number}-{turn}", self.answer_tokens)
 
     def generated(self, place: int, number: int, turn: int) -> Segment:
-        """As the engine generates it."""
+        """Return the answer as the engine generates it."""
         return Segment(f"generated-{place}/{number}/{turn}", self.answer_tokens)

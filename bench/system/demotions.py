@@ -1,7 +1,7 @@
-"""What goes from a shared tier to the one below it, in virtual time: by the connector's own order of idleness.
+"""Demotions from a shared tier to the one below it, in virtual time, by the connector's own order of idleness.
 
-The rules are those of transfer/demotions.py, of which the constants come; a copy takes the store's time on the link of
-the tier below, and the load's time on that of the tier above, from which it is read.
+Rules and constants are those of transfer/demotions.py; a copy takes the store's time on the link of the tier below, and
+the load's time on that of the tier above, from which it is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IDLE_SECONDS = float(TierBelow().idle_seconds)
 
 
 class Demotions:
-    """Those of one engine. begin_store: of Tiering. lost: blocks that the tier above had evicted before."""
+    """Demotions of one engine. begin_store: Tiering's method. lost: blocks that the tier above evicted uncopied."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Demotions:
         self._idle = IdleChunks(KNOWN_CHUNKS_MAX)
 
     def add(self, keys: Sequence[int], now: float) -> None:
-        """They lie above, or soon will."""
+        """Follow blocks that lie in the tier above, or soon will."""
         self._idle.add(cast(Any, keys), NO_TENANT, now)
         if self.next_time is None and keys:
             self.next_time = now + WAIT_SECONDS

@@ -1,4 +1,4 @@
-"""What may differ between the systems that are compared: their tiers, their queue and who routes."""
+"""The design of an engine: the tiers and the queue in which the compared systems differ."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Design:
 
     Args:
         storing: when blocks are copied to the CPU tier.
-        protect_share: of the CPU tier's rows that requests in the engine's queue may keep; 0: they keep none.
-        overtake_seconds: for so long others may be admitted before a request that waits, those with the most tokens at
+        protect_share: share of the CPU tier's rows that requests in the engine's queue may keep; 0: they keep none.
+        overtake_seconds: how long others may be admitted before a request that waits, those with the most tokens at
             hand first; 0: first come, first served.
         endless: the CPU tier never evicts.
         node: the engines share one CPU tier with the rows of all of them, which outlives each.
         shared: an NVMe tier that all engines share is below it.
-        bucket_ms: an object store is below the NVMe tier, so many milliseconds of round trip away; None: there is none.
+        bucket_ms: round trip, in milliseconds, to an object store below the NVMe tier; None: there is none.
         recognised: the CPU tier follows conversations, by their prompts alone.
         named: the CPU tier follows the sessions that requests name.
-        hold_share: of the CPU tier's rows, which hold the prompts of those who ask to retain them; 0: nothing is held.
-        answers: None: an eager tier keeps none, the others keep all that the device frees.
+        hold_share: share of the CPU tier's rows for prompts that requests ask to retain; 0: nothing is held.
+        answers: whether answers are kept; None: an eager tier keeps none, the others keep all that the device frees.
         fair_steps: a step that has other prompts computes none of a flood's, as with offload.fairSteps.
     """
 

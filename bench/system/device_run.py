@@ -217,7 +217,7 @@ def counters(page: str) -> dict[str, float]:
 
 
 class Processes:
-    """What one system started. Each has its own process group and its own log."""
+    """Processes of one system, each with its own process group and its own log."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -181,7 +181,7 @@ def arrived(options: argparse.Namespace, load: LegsLoad, name: str, mix: str, nu
 
 
 def of_gateway(url: str) -> dict[str, float]:
-    """What a gateway has counted since its start."""
+    """Return the gateway's requests by number of legs, and its median hand-over, since its start."""
     page = read(f"{url}/metrics")
     counts = {"one_leg": legs_counted(page, "one"), "two_legs": legs_counted(page, "two")}
     found = {f"requests_of_{legs}": count for legs, count in counts.items()}

@@ -72,7 +72,7 @@ class SystemEngine(FairEngine):
             self.system_tiers.cpu.close()
 
     def held_tokens(self, keys: list[int], limit: int) -> int:
-        """What a prompt would find now, on the device and in the CPU tier."""
+        """Return the number of tokens that a prompt would find now, on the device and in the CPU tier."""
         cpu = self.system_tiers.cpu
         found = next((at for at, key in enumerate(keys[:limit]) if key not in self.device and key not in cpu), limit)
         return found * self.shape.block_tokens
@@ -93,7 +93,7 @@ class SystemEngine(FairEngine):
         return (sequence.prompt_tokens - 1) // self.shape.block_tokens
 
     def _keep_for_waiting(self) -> None:
-        """Those that came first keep what they would find, as long as the share of the tier lasts."""
+        """Keep what waiting requests would find, first come, first served, within the protected share of the tier."""
         if not self._design.protect_share:
             return
         cpu = self.system_tiers.cpu

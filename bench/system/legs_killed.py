@@ -69,14 +69,14 @@ async def killed(
     """Ask, end engines, compare.
 
     Args:
-        engines: are ready.
-        gateway_url: gets the requests.
-        load: makes the prompts.
-        requests: how many, TOGETHER at a time, at even distances.
-        prompt_tokens: of each.
-        seconds: from the first request to the last.
-        request_seconds: about what a request takes: an engine ends within so long after one was sent.
-        ends: of ENDS.
+        engines: engines that are ready.
+        gateway_url: address to which the requests are sent.
+        load: source of the prompts.
+        requests: number of requests, TOGETHER at a time, at even distances.
+        prompt_tokens: length of each prompt.
+        seconds: time from the first request to the last.
+        request_seconds: about what a request takes: an engine is ended within this time after a request was sent.
+        ends: keys of ENDS, in turn.
     Returns:
         Counts and seconds by the name of the figure.
     """

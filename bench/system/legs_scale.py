@@ -1,4 +1,4 @@
-"""What is asked of prefill and decode apart, for CPU and for CUDA engines: lengths, rates and bounds."""
+"""Load on prefill and decode apart, for CPU and for CUDA engines: lengths, rates and bounds."""
 
 from __future__ import annotations
 

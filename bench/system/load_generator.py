@@ -43,7 +43,7 @@ def words(tokenizer: Path) -> list[str]:
 
 @dataclass(slots=True)
 class Reply:
-    """What one request gave. error: None when it was answered to its end."""
+    """The outcome of one request. error: None when it was answered to its end."""
 
     text: str = ""
     first_token: float | None = None

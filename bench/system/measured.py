@@ -1,4 +1,4 @@
-"""What was measured on real GPUs, and how far the model is from it.
+"""Figures measured on real GPUs, and the model's distance from them.
 
 Four engines of vLLM 0.23 with Qwen3-8B's shape on H200 (the first row on H100), 2026-11-26. The model is believed where
 cached share, input tokens per second and the median first token are within `TOLERANCE`.

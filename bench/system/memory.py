@@ -66,7 +66,7 @@ class KeepingDevice(DeviceCache):
         return chain(self._unreferenced, self._kept)
 
     def hold(self, keys: Sequence[int]) -> None:
-        """They are being copied."""
+        """Keep blocks on the device while they are copied."""
         self.acquire(keys)
 
     def end_hold(self, keys: Sequence[int], *, first: bool) -> None:
@@ -199,7 +199,7 @@ class NodeRows(ProductRows):
         super().evict_first(self)
 
     def stores_for(self, duplicates: Duplicates) -> None:
-        """What is stored from now on is this engine's, whose duplicates leave first."""
+        """Take what is stored from now on as this engine's, whose duplicates leave first."""
         self._storing = duplicates
 
     def take_spare(self, count: int, may_leave: Callable[[OffloadKey], bool]) -> list[tuple[OffloadKey, ReqContext]]:
@@ -213,7 +213,7 @@ class NodeRows(ProductRows):
     def gave_up(
         self, spare: list[tuple[OffloadKey, ReqContext]], gone: list[OffloadKey], others: list[OffloadKey]
     ) -> None:
-        """They are copied again when they are about to leave the device."""
+        """Do nothing: such blocks are copied again when they are about to leave the device."""
 
 
 def _bytes_of(key: int) -> bytes:
@@ -266,7 +266,7 @@ class SystemTiers(Tiering):
         self._not_kept: set[int] = set()  # blocks of answers that no prompt holds
 
     def begin_request(self, request: AgentRequest, keys: Sequence[int]) -> None:
-        """It has come, and waits."""
+        """Take in a request that has come and waits."""
         chunks = [_bytes_of(key) for key in keys]
         session = None
         if self._design.named:
@@ -299,7 +299,7 @@ class SystemTiers(Tiering):
             self.store(generated, self.cpu.now)
 
     def admitting(self, name: str) -> None:
-        """What is touched next is this request's."""
+        """Count what is touched next as used by this request."""
         self._admitted = self._contexts.get(name)
 
     def touch(self, keys: Sequence[int]) -> None:
@@ -382,7 +382,7 @@ class SystemTiers(Tiering):
     def gave_up(
         self, spare: list[tuple[OffloadKey, ReqContext]], gone: list[OffloadKey], others: list[OffloadKey]
     ) -> None:
-        """They are copied again when they are about to leave the device."""
+        """Do nothing: such blocks are copied again when they are about to leave the device."""
 
     def store(self, keys: Sequence[int], now: float) -> None:
         exclusive = self._design.storing is Storing.EXCLUSIVE

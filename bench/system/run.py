@@ -94,7 +94,7 @@ class SystemRun:
 
     @property
     def working_set_blocks(self) -> int:
-        """What the sessions that have not ended will ask for again."""
+        """Number of blocks that the sessions which have not ended will ask for again."""
         common = self._load.common_tokens
         own = sum(tokens - common for tokens in self._context_tokens.values())
         return (common + own) // self.engines[0].shape.block_tokens
@@ -175,7 +175,7 @@ class SystemRun:
         self._time.submit(engine, asked_for)
 
     def _die(self) -> None:
-        """What the engine had not answered is sent again, to others."""
+        """End the engine, and send the requests that it had not answered to others."""
         assert self._kill is not None
         killed = self._kill.engine
         self.engines[killed].restart()
