@@ -1,4 +1,4 @@
-"""What a test's module prints as it runs in a separate process: vLLM reads its settings when it is imported."""
+"""Records that a test's module prints in a separate process: vLLM reads its settings when it is imported."""
 
 from __future__ import annotations
 

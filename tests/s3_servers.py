@@ -99,7 +99,7 @@ def _process(command: list[str], folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _started(folder: Path) -> S3Server | None:
-    """None: it ended, for example because another process has taken one of its ports."""
+    """Start a server; None: it ended, for example because another process has taken one of its ports."""
     folder.mkdir(parents=True)
     identities = folder / "identities.json"
     identities.write_text(json.dumps(_IDENTITIES))

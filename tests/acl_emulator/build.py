@@ -31,7 +31,7 @@ def library(without: tuple[str, ...] = EVERYTHING) -> Path:
 
 
 def sanitizer_runtimes() -> str:
-    """What LD_PRELOAD must name, so that Python can load a sanitized library."""
+    """Return the value of LD_PRELOAD with which Python can load a sanitized library."""
     names = ("libasan.so", "libubsan.so")
     found = [
         subprocess.run(["cc", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()

@@ -20,7 +20,7 @@ class _LiveCounts(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What has been created and not given back."""
+    """Counts of what has been created and not given back."""
 
     streams: int
     events: int
@@ -108,7 +108,7 @@ class Emulator:
         assert self._lib.emu_capture(stream, int(captured)) == 0
 
     def gate(self, stream: int, gate: int) -> None:
-        """What is queued on the stream from here on waits for `open_gate`."""
+        """Hold what is queued on the stream from here on until `open_gate`."""
         assert self._lib.emu_stream_gate(stream, gate) == 0
 
     def open_gate(self, gate: int) -> None:

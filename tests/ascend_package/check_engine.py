@@ -1,5 +1,5 @@
-"""What the connector relies on in vLLM holds with vllm-ascend's patches in force, and its package says what Spillway's
-messages and settings say about it."""
+"""The connector's assumptions about vLLM hold with vllm-ascend's patches in force, and Spillway's messages and settings
+say of vllm-ascend what its package says."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def sparse(**fields: Any) -> AscendMLAAttentionSpec:
 
 
 def hybrid() -> Model:
-    """As Qwen3-Next: the page of the attention is padded to hold the states of a linear layer too."""
+    """A model like Qwen3-Next: the page of the attention is padded to hold the states of a linear layer too."""
     full = FullAttentionSpec(block_size=1024, num_kv_heads=2, head_size=64, dtype=BF16)
     states = MambaSpec(
         block_size=1024,
@@ -186,7 +186,7 @@ def test_a_row_holds_every_part_of_a_block_once(caches_of: Any) -> None:
 
 
 def test_an_indexer_that_ranks_replicate_is_refused(caches_of: Any) -> None:
-    """Its blocks are several entries of the first dimension where those of the latents are one."""
+    """The indexer's blocks are several entries of the first dimension where those of the latents are one."""
     model = Model([(LAYERS, sparse(sfa_dcp_replicated_indexer_size=2))], AscendMLABackend, runner={"use_sparse": True})
     caches = caches_of(model)
     assert len({view.shape[0] for view in caches[LAYERS[0]]}) == 2

@@ -1,4 +1,4 @@
-"""What stands in for the parts of an Ascend image that need CANN or a device, so that vllm-ascend's modules import.
+"""Stand-ins for the parts of an Ascend image that need CANN or a device, so that vllm-ascend's modules import.
 
 Everything else is real: vLLM, torch for CPUs, and each module of vllm-ascend with its patches of vLLM. `install` comes
 before the first import of vllm_ascend, in a process that does nothing else: those patches stay.

@@ -1,5 +1,5 @@
-"""What only `make bench-attack` runs: attacks on a gateway whose index is full, whose engine's pages are huge, or whose
-clients do not read. They take minutes, and what they prove by function is proven by unit tests."""
+"""Attacks that only `make bench-attack` runs: on a gateway whose index is full, whose engine's pages are huge, or whose
+clients do not read. They take minutes; unit tests prove the same functions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def series(target: Target, name: str) -> float:
 
 @pytest.fixture(scope="module")
 def full(target: Target, publisher: KvPublisher) -> Target:
-    """Its index holds more than it may."""
+    """A gateway to whose index more was sent than it may hold."""
     eventually("events are followed", lambda: series(target, "spillway_gateway_event_replays_total"), SECONDS_MAX)
     done = series(target, BATCHES) + FILLING_EVENTS
     for number in range(FILLING_EVENTS):

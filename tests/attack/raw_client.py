@@ -1,4 +1,4 @@
-"""What an attacker sends: bytes on sockets, without a client library that would be too polite."""
+"""An attacker's requests: bytes on sockets, without a client library that would be too polite."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ REQUESTS = list(requests_of([b"{}", b'{"a":1}'], 80))
 
 
 class Wire(asyncio.Transport):
-    """What the client sent."""
+    """A transport that records what the client sends."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What bench/chat_turns.py asks of engines that count answers, and what it makes of their count; none runs here."""
+"""Prompts of bench/chat_turns.py to engines that count answers, and its use of their count; no engine runs here."""
 
 from __future__ import annotations
 

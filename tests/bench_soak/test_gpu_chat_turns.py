@@ -1,4 +1,4 @@
-"""What bench/gpu_chat_turns.py makes of its rounds; the engines themselves need a GPU."""
+"""Rounds of bench/gpu_chat_turns.py and the reports on them; the engines themselves need a GPU."""
 
 from __future__ import annotations
 

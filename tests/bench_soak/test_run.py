@@ -25,7 +25,7 @@ ENGINE = Path(__file__).with_name("scripted_pod.py")
 
 
 class ScriptedStack(LocalStack):
-    """What is planned for real, with scripted engines in place of vLLM."""
+    """A stack as it is planned for real, with scripted engines in place of vLLM."""
 
     def __init__(self, settings: StackSettings, state_dir: Path) -> None:
         super().__init__(settings, state_dir, components=[])

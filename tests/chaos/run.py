@@ -27,7 +27,7 @@ class Outcome:
 
     @property
     def faults(self) -> list[str]:
-        """What must not be; empty after a good run."""
+        """List what must not have happened; empty after a good run."""
         counts = self.counts
         found = {
             "requests lost before their first byte": counts.lost,
@@ -83,7 +83,7 @@ async def run(folder: Path, streams: int, requests_per_step: int) -> Outcome:
 
 
 def _left(engines: Engines, replicas: list[Replica]) -> dict[str, float]:
-    """As soon as all is zero, or what is left at the deadline."""
+    """Wait until nothing is in flight. Returns the counts: all zero, or those at the deadline."""
 
     def in_flight() -> dict[str, float]:
         found = {f"{replica.name} {name}": replica.sum_of(name) for replica in replicas for name in IDLE}

@@ -1,4 +1,4 @@
-"""What goes wrong while the crowd asks, one thing after the other, each until enough requests have met it.
+"""Faults while the crowd asks, one after the other, each until enough requests have met it.
 
 No step waits for a time: each waits for requests to finish, and for what it did to be seen and healed.
 """
@@ -81,7 +81,7 @@ class Storm:
         self._more(f"{replica.name} started again", self.requests_per_step)
 
     def _replica_drained(self, replica: Replica) -> None:
-        """Its streams come to their own end, so nothing may break."""
+        """Drain the replica: its streams come to their own end, so nothing may break."""
         before = self.crowd.counts.broken, self.crowd.counts.moved
         self.drain_status = replica.drain()
         self._more(f"{replica.name} drained", self.requests_per_step, before)

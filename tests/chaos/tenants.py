@@ -85,7 +85,7 @@ def asks(seed: int = 0) -> Iterator[Ask]:
 
 
 class Answers:
-    """What an engine has to answer: a function of the prompt."""
+    """The answers that an engine has to give, as a function of the prompt."""
 
     def __init__(self, tokenizer_folder: Path) -> None:
         self._tokens = ModelTokens(tokenizer_folder)

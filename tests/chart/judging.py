@@ -1,4 +1,4 @@
-"""What Helm says of many values at once by the chart's schema, in one run: a process for each would cost minutes."""
+"""Helm's verdicts on many values at once by the chart's schema, in one run: a process for each would cost minutes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refused_by_schema(cases: Mapping[str, Mapping[str, Any]], helm: Helm, folder
 
 
 def _without_removed(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, less each null that takes a default away: the schema sees the rest, which is valid in parts."""
+    """Return `given` less each null that takes a default away: the schema sees the rest, which is valid in parts."""
     return {
         key: _without_removed(base[key], value)
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping)

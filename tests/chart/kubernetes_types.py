@@ -309,7 +309,7 @@ def _type(name: str, definition: dict[str, Any], todo: list[str]) -> dict[str, A
 
 
 def _rules(name: str) -> list[dict[str, Any]]:
-    """What holds between the fields of a type."""
+    """Return the rules that hold between the fields of a type."""
     rules: list[dict[str, Any]] = []
     if name in EXACTLY_ONE:
         rules.append({"oneOf": [{"required": [field]} for field in EXACTLY_ONE[name]]})
@@ -325,7 +325,7 @@ def _rules(name: str) -> list[dict[str, Any]]:
 
 
 def _field(name: str, schema: dict[str, Any], todo: list[str]) -> dict[str, Any]:
-    """Its type and bounds, without prose."""
+    """Return the field's type and bounds, without prose."""
     if "$ref" in schema:
         full = schema["$ref"].rsplit("/", 1)[1]
         if full.endswith("IntOrString"):

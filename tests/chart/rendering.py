@@ -178,7 +178,7 @@ def require_valid(rendered: Render, version: str) -> None:
 
 @cache
 def _validator(api_version: str, kind: str, version: str) -> jsonschema.Draft202012Validator:
-    """What kubernetes_validate builds for each object again, kept: reading definitions takes longer than using them."""
+    """Return kubernetes_validate's validator, built once: reading the definitions takes longer than using them."""
     group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
     schema = _schema_file(f"{kind.lower()}-{group}.json", version)
     registry = Resource.from_contents(schema) @ _definitions(version)

@@ -43,7 +43,7 @@ def _without_defaults(block: re.Match[str]) -> str:
 
 
 def different(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `given` is no default: sections that have nothing else are left out."""
+    """Return `given` without its defaults, and without sections that have nothing else."""
     kept: dict[str, Any] = {}
     for key, value in given.items():
         if isinstance(value, dict) and isinstance(defaults.get(key), dict):

@@ -184,7 +184,7 @@ SECRETS = "/var/lib/spillway/secrets"
 
 
 def connector_tier(settings):
-    """What the connector in this engine makes of its shared tier."""
+    """Return this engine's shared tier as its connector parses it."""
     extra = kv_transfer_config(settings)["kv_connector_extra_config"]
     options = dict(extra["secondary_tiers"][0])
     return parse_tier(options.pop("type"), options)

@@ -1,4 +1,4 @@
-"""What `helm test` runs, against a gateway and engines that answer as real ones do, or do not."""
+"""The script of `helm test`, against a gateway and engines that answer as real ones do, or do not."""
 
 import datetime
 import http.server
@@ -32,7 +32,7 @@ def _no_pause(monkeypatch) -> None:
 
 
 class Tier:
-    """What two engines share: prompts that were stored."""
+    """The shared tier of two engines: prompts that were stored."""
 
     def __init__(self) -> None:
         self.prompts: set[str] = set()
@@ -175,7 +175,7 @@ def serve():
 
 @pytest.fixture(scope="module")
 def expected() -> dict:
-    """What the chart gives the script, for the CPU values without a port for operators: so keys are asked for."""
+    """The chart's input to the script, for the CPU values without a port for operators, so that keys are asked for."""
     values = {"engine": {"apiKeySecret": {"name": "keys"}}, "gateway": {"opsPort": None}}
     rendered = render(CHART / "values-cpu.yaml", values=values)
     return json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["release.json"])
@@ -216,7 +216,7 @@ def test_all_is_well(run, expected):
 
 
 def test_what_processes_say_of_themselves_is_checked_too(run, expected):
-    """As far as they say it: here the CPU tier and the shared tier."""
+    """Checks cover what the processes report: here the CPU tier and the shared tier."""
     tier, settings = Tier(), expected["models"][0]["settings"]
     engines = EngineServer(settings, tier), EngineServer({**settings, "name": "engine-1"}, tier)
     label = 'process="EngineCore",setting="generated_tokens"'
@@ -304,7 +304,7 @@ AUTH = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}, "engineKeySecr
 
 
 def auth_of(test_key: str) -> tuple[dict, dict]:
-    """What the script gets about keys, and the variables it gets, with this Secret as tests.apiKeySecret."""
+    """Return the script's input about keys, and its variables' Secrets, with this one as tests.apiKeySecret."""
     values = {"engine": {"apiKeySecret": {"name": "keys"}}, "gateway": {"auth": AUTH}}
     rendered = render(CHART / "values-cpu.yaml", values={**values, "tests": {"apiKeySecret": {"name": test_key}}})
     given_auth = json.loads(rendered.named("ConfigMap", "chat-spillway-test")["data"]["release.json"])["auth"]
@@ -358,7 +358,7 @@ def test_a_gateway_that_lets_anybody_in_is_found(run, expected):
 
 
 def test_only_the_gateway_s_own_certificate_is_trusted(serve, expected, tmp_path):
-    """Whatever names it was made for, and without the authority that signed it."""
+    """The certificate is trusted whatever names it was made for, and without the authority that signed it."""
     mine, other = (self_signed(tmp_path / name) for name in ("mine.pem", "other.pem"))
     url = serve(GatewayServer(expected["gateway"]["settings"]), mine)
 

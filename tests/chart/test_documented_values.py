@@ -114,7 +114,7 @@ def test_every_chapter_with_values_is_read():
 
 
 def test_the_doctor_names_values_that_exist():
-    """Its remedies begin a value at the root, as an operator writes it into a file."""
+    """The doctor's remedies begin a value at the root, as an operator writes it into a file."""
     text = (ROOT / "services/ctl/src/spillway_ctl/findings.py").read_text()
     named = {
         name for name in DOTTED.findall(" ".join(re.findall(r'"([^"\n]*)"', text))) if name.split(".")[0] in VALUES

@@ -455,7 +455,7 @@ def change_of(path: str, value: Any, base: dict[str, Any]) -> dict[str, Any]:
 
 
 def present(values: dict[str, Any], path: str, default: Any) -> Any:
-    """What `values` hold at a path, else the chart's default."""
+    """Return the value at the path, or the chart's default if `values` have none."""
     here: Any = values
     for key in path.split("."):
         if not isinstance(here, dict) or key not in here:
@@ -537,7 +537,7 @@ FORMED = (
 
 @pytest.mark.parametrize("word", ["on", "1e3", "0x10", "null", "123"])
 def test_text_stays_text(word):
-    """Whatever YAML would make of it: every object keeps the types that Kubernetes' schemas demand."""
+    """Text stays text whatever YAML would make of it: every object keeps the types that Kubernetes' schemas demand."""
     texts = [path for path, value in leaves(VALUES) if isinstance(value, str) and not is_formed(path)]
     values = laid_over(RICH, *(nested(path, word) for path in texts), nested("engine.model.servedName", word))
 

@@ -1,4 +1,4 @@
-"""What an operator may say about Services, networks, scheduling and probes arrives where Kubernetes reads it."""
+"""An operator's values for Services, networks, scheduling and probes arrive where Kubernetes reads them."""
 
 import base64
 import os

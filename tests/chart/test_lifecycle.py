@@ -52,7 +52,7 @@ def test_loading_a_model_may_take_as_long_as_the_values_say():
 
 
 def test_a_second_model_leaves_the_first_one_running():
-    """Its entry is `default`: the same objects, and nothing in its pods' template changes."""
+    """The first model's entry is `default`: its objects are the same, and nothing in its pods' template changes."""
     own = {"offload": {"sharedTier": {"type": "nvme", "nvme": {"volume": {"type": "sharedClaim"}}}}}
     alone = render(values={"engine": own})
     both = render(values={"engines": {"default": own, "small": {"model": {"servedName": "small"}}}})
@@ -64,7 +64,7 @@ def test_a_second_model_leaves_the_first_one_running():
 
 
 def test_gateway_lives_while_engines_load():
-    """Its /ready needs an engine, so only its /health may decide on restarts."""
+    """The gateway's /ready needs an engine, so only its /health may decide on restarts."""
     gateway = probes(render().one("Deployment", "gateway"))
 
     assert gateway["startupProbe"]["httpGet"]["path"] == gateway["livenessProbe"]["httpGet"]["path"] == "/health"
@@ -151,7 +151,7 @@ def test_replicas_are_taken_away_slowly():
 
 
 def test_how_engines_scale_may_be_said():
-    """What is said wins; the rest of a scale-down stays as slow as it is."""
+    """Given values win; the rest of a scale-down stays as slow as it is."""
     half = {"type": "Percent", "value": 50, "periodSeconds": 600}
     scaling = {"enabled": True, "behavior": {"scaleUp": {"selectPolicy": "Min"}, "scaleDown": {"policies": [half]}}}
     spec = render(values=nested("engine.autoscaling", scaling)).one("ScaledObject")["spec"]

@@ -1,4 +1,4 @@
-"""What the chart and a process both have is written once, in settings/values/: no default of the chart is repeated."""
+"""Defaults that the chart and a process share are written once, in settings/values/: none of them is repeated."""
 
 from __future__ import annotations
 

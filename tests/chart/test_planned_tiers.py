@@ -1,4 +1,4 @@
-"""What the chart and `spillway plan` count of models with several KV groups is what vLLM's own groups make."""
+"""Sizes that the chart and `spillway plan` count for models with several KV groups follow from vLLM's own groups."""
 
 from __future__ import annotations
 

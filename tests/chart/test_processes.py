@@ -57,7 +57,7 @@ TIERS = [
 
 
 def command_of(workload: dict[str, Any], config: Path, name: str) -> list[str]:
-    """What the container runs, with this machine's interpreter and the ConfigMap's file where it lies here."""
+    """Return the container's command, with this machine's interpreter and the ConfigMap's file where it lies here."""
     container = pod_spec(workload)["containers"][0]
     words = [*container["command"], *container["args"]]
     assert words[0] == "python3"
@@ -98,7 +98,7 @@ def test_gateway_starts_and_says_what_it_lacks(tmp_path):
 
 
 def test_gateway_asks_for_the_keys_of_its_secret(tmp_path):
-    """Its Secrets as files, its own words for a key's hash, and its --check with the pod's command line."""
+    """The gateway reads its Secrets as files, hashes a key itself, and passes --check with the pod's command line."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     auth = {"keysSecret": {"name": "k"}, "saltSecret": {"name": "s"}}
@@ -185,7 +185,7 @@ def test_engine_service_resolves_what_the_chart_reckoned(tmp_path):
 
 @pytest.mark.parametrize("tier", TIERS, ids=lambda tier: tier["type"])
 def test_every_value_of_a_tier_reaches_the_engine_service(tier, tmp_path):
-    """What `helm test` asks of a running engine: its resolved settings are the values'."""
+    """The engine's resolved settings are the values', as `helm test` requires of a running one."""
     model = {"path": str(tmp_path), "servedName": "smol", "shape": {"preset": "smollm2-135m"}}
     values = {"redis": {"enabled": False}, "engine": {"model": model, "offload": {"sharedTier": tier}}}
     rendered = render(CHART / "values-cpu.yaml", values=values)

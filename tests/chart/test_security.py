@@ -51,7 +51,7 @@ def test_a_role_of_ones_own_is_left_alone():
 
 
 def test_pods_without_a_device_are_restricted():
-    """As Kubernetes' restricted Pod Security demands, and a read-only root file system on top."""
+    """Pods meet Kubernetes' restricted Pod Security, and have a read-only root file system on top."""
     rendered = render(CHART / "values-cpu.yaml")
     pods = [pod_spec(item) for kind in ("StatefulSet", "Deployment") for item in rendered.of_kind(kind)]
     pods += [rendered.one("Pod", "test")["spec"], pod_spec(rendered.one("Job", "check"))]

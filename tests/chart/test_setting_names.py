@@ -1,4 +1,4 @@
-"""What an engine in a cluster says about a setting names a value of the chart that there is."""
+"""Messages of an engine in a cluster name settings by values that the chart has."""
 
 from typing import Any
 

@@ -49,7 +49,7 @@ LEAST = {
 
 
 def check(values: dict[str, Any]) -> list[str]:
-    """What `spillway check` says, one sentence for each."""
+    """Return the sentences of `spillway check`, one for each finding."""
     return [finding.sentence for finding in findings(values, Cluster())]
 
 

@@ -1,4 +1,4 @@
-"""What the templates compute is what Python computes: one table of cases, made from Python, in one render.
+"""The templates compute what Python computes: one table of cases, made from Python, in one render.
 
 A render sizes the pods, so templates/_sizes.tpl and _memory.tpl read sizes and add up a pod's memory too, as
 spillway_settings.byte_sizes and spillway_engine.memory_budget do.
@@ -80,7 +80,7 @@ class MemoryCase:
     bounded: bool
 
     def budget(self, memory_bytes: int, shared_memory_bytes: int) -> MemoryBudget:
-        """What the engine service computes in a pod of that size."""
+        """Return the budget that the engine service computes in a pod of that size."""
         engine, offload = self.engine, self.engine["offload"]
         sizes = {key: offload[key] for key in ("numCpuBlocks", "cpuBytes") if key in offload}
         node = offload["nodeTier"]
@@ -111,7 +111,7 @@ class MemoryCase:
         return plan_memory(read_settings(EngineSettings, tree), self.shape, machine)
 
     def shared_tier(self) -> dict[str, Any]:
-        """What the chart writes of it for the engine service, as far as the arithmetic reads it."""
+        """Return the shared tier as the chart writes it for the engine service, as far as the arithmetic reads it."""
         tier = self.engine["offload"]["sharedTier"]
         if tier["type"] != "nvme":
             return {"type": "none"}
@@ -219,7 +219,7 @@ def any_shape(chosen: random.Random) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=helms(), ids=lambda helm: f"helm{helm.major}")
 def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the templates make of the whole table, in one run of Helm."""
+    """The templates' results for the whole table, from one run of Helm."""
     chart = tmp_path_factory.mktemp("arithmetic")
     (chart / "templates").mkdir()
     (chart / "files").mkdir()

@@ -90,7 +90,7 @@ class ImageBuilder:
         return path
 
     def _drop(self, name: str) -> None:
-        """What the archive has too, and what a build left behind; the engine's stages alone are tens of gigabytes."""
+        """Remove an image that its archive has too, and leftovers of builds: an engine leaves tens of gigabytes."""
         if all(image.base != name for image in self._images.values()):
             self._buildah("rmi", f"localhost/{name}")
         self._buildah("rmi", "--prune", check=False)

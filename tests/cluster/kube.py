@@ -94,7 +94,7 @@ class Kubernetes:
         return answer == "yes"
 
     def describe_trouble(self) -> str:
-        """What a person would look at first: pods, the last events, the ends of the logs."""
+        """Return what a person would look at first: pods, the last events, the ends of the logs."""
         parts = [self.kubectl("get", "pods", "-o", "wide", check=False)]
         parts.append(self.kubectl("get", "events", "--sort-by=.lastTimestamp", check=False)[-3000:])
         for pod in self.pods_labelled():
@@ -121,6 +121,6 @@ def _document(call: Any, *arguments: Any, **parameters: Any) -> Object:
 
 @functools.cache
 def _client(kubeconfig: str | None) -> ApiClient:
-    """None: the file that kubectl would take."""
+    """Return a client for the file; None: for the one that kubectl would take."""
     client: ApiClient = config.new_client_from_config(config_file=kubeconfig)
     return client

@@ -94,7 +94,7 @@ class LocalCluster:
         self._do("down")
 
     def left(self) -> list[str]:
-        """What is on this machine because of a cluster; nothing once it is down."""
+        """List what is on this machine because of a cluster; empty once it is down."""
         run_folder = str(self.folder / "run")
         namespaces = [line.split()[0] for line in run("ip", "netns", "list").splitlines()]
         links = [link.name for link in Path("/sys/class/net").iterdir()]

@@ -24,7 +24,7 @@ ZERO_SECONDS = 6.0 * POLL_SECONDS
 
 @pytest.fixture(scope="module")
 def prometheus(kubernetes: Kubernetes, machine: LocalCluster) -> Iterator[str]:
-    """Its url. Stopped with KEDA when the release has gone."""
+    """Prometheus' URL; it is stopped with KEDA when the release has gone."""
     yield machine.run_keda()
     machine.stop_keda()
 

@@ -186,7 +186,7 @@ def test_secret_rotated(release: Release, namespace: Kubernetes, client: ClientP
 
 
 def of_check(namespace: Kubernetes) -> list[str]:
-    """What the hook left."""
+    """Return the names of the Secrets and Jobs that the hook left."""
     return namespace.kubectl("get", "secrets,jobs", "-l", "app.kubernetes.io/component=check", "-o", "name").split()
 
 
@@ -218,7 +218,7 @@ def guarded(revision: str) -> Values:
 
 
 def keys_file(namespace: Kubernetes, *keys: str) -> str:
-    """What docs/operations.md has an operator write, made with the product's own command."""
+    """Return the file that docs/operations.md has an operator write, made with the product's own command."""
     pod = name_of(namespace.ready_pods("gateway")[0])
     command = ("python3", "-m", "spillway_gateway", "--hash-key")
     hashes = [namespace.execute(pod, *command, given=key).strip() for key in keys]
@@ -236,7 +236,7 @@ def write_secrets(namespace: Kubernetes, client_key: str, keys: str, engine_key:
 
 
 def statuses_with(namespace: Kubernetes, client: ClientPod, key: str) -> set[int]:
-    """What each gateway answers to this key."""
+    """Return the statuses with which the gateways answer to this key."""
     addresses = [pod["status"]["podIP"] for pod in namespace.ready_pods("gateway")]
     code = (
         "import urllib.request as u, urllib.error as e\n"

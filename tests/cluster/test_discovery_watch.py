@@ -1,4 +1,4 @@
-"""What the lane says about gateways that follow, follow late, or do not follow. Needs no cluster."""
+"""The lane's verdicts on gateways that follow, follow late, or do not follow. Needs no cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator sees first: the chart installs, its own test passes, a chat is answered, every value arrived,
+"""An operator's first experience: the chart installs, its own test passes, a chat is answered, every value arrived,
 nothing has more rights than it needs, and nothing is left afterwards."""
 
 from __future__ import annotations

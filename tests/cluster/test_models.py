@@ -126,7 +126,7 @@ def test_prefill_and_decode_apart(release: Release, namespace: Kubernetes, clien
 
 
 def scale(namespace: Kubernetes, replicas: int) -> None:
-    """What KEDA does."""
+    """Scale the engine, as KEDA does."""
     namespace.kubectl("scale", "statefulset", "chat-spillway-engine-away", f"--replicas={replicas}")
 
 

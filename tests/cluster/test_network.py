@@ -111,7 +111,7 @@ def require_reached(namespace: Kubernetes, stranger: Kubernetes, expected: Mappi
 
 
 def require_of(place: Kubernetes, pod: str, given: str, names: set[str]) -> None:
-    """That this pod reaches all of these ports and no other; soon, as a plugin follows pods and policies by itself."""
+    """Wait until this pod reaches all of these ports and no other: a plugin follows pods and policies by itself."""
     found: dict[str, list[bool]] = {}
 
     def as_expected() -> bool:

@@ -20,7 +20,7 @@ def write_password(namespace: Kubernetes, password: str) -> None:
 
 
 def passwords_held(namespace: Kubernetes, engines: Collection[str]) -> set[str]:
-    """What these pods would log in with."""
+    """Return the passwords with which these pods would log in."""
     return {namespace.execute(pod, "cat", FILE) for pod in engines}
 
 

@@ -1,4 +1,4 @@
-"""What an OpenAI client sees through the gateway, against real engines."""
+"""The gateway as an OpenAI client sees it, against real engines."""
 
 from __future__ import annotations
 

@@ -65,5 +65,5 @@ def blocks_below(server: S3Server) -> int:
 
 
 def bytes_above(folder: Path) -> int:
-    """What the files of the NVMe tier take."""
+    """Return the number of bytes that the files of the NVMe tier take."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""What the vLLM of this interpreter publishes about its blocks: its own pool, request, hashes and event classes.
+"""Events that this interpreter's vLLM publishes about its blocks, from its own pool, request, hashes and classes.
 
 `python -m engine_events` in the environment of each version writes a file from which the gateway's tests, which have no
 vLLM, read bytes as engines of that version send them. No engine runs here: vLLM's block pool caches and evicts blocks,
@@ -58,7 +58,7 @@ class Published:
     batches: list[KVEventBatch] = field(default_factory=list)
 
     def encoded(self) -> list[bytes]:
-        """As vLLM's publisher encodes them."""
+        """Return the batches as vLLM's publisher encodes them."""
         encoder = msgspec.msgpack.Encoder()
         return [encoder.encode(batch) for batch in self.batches]
 
@@ -107,7 +107,7 @@ def published() -> Published:
 
 
 def _cpu_tier_events(hashes: list[bytes]) -> Iterator[BlockStored]:
-    """As vLLM's offloading connector sends them: whole hashes, and no tokens."""
+    """Yield the CPU tier's events as vLLM's offloading connector sends them: whole hashes, and no tokens."""
     yield BlockStored(
         block_hashes=list(hashes),
         parent_block_hash=None,
@@ -130,7 +130,7 @@ def sample_path() -> Path:
 
 
 def sample() -> dict[str, Any]:
-    """What sample_path() holds: the prompts, and each step with its batch in hexadecimal digits."""
+    """Return the content of sample_path(): the prompts, and each step with its batch in hexadecimal digits."""
     result = published()
     steps = [{"step": step, "batch": batch.hex()} for step, batch in zip(result.steps, result.encoded(), strict=True)]
     return {

@@ -1,4 +1,4 @@
-"""What the gateway rests on when it continues an answer, in this interpreter's vLLM: the shape of its chunks, what its
+"""The gateway's assumptions when it continues an answer, in this interpreter's vLLM: the shape of its chunks, what its
 completions take, and how its detokenizer goes on behind a junction. Every version runs this."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def detokenizer(tokenizer: Any, prompt: list[int], stop: list[str]) -> FastIncre
 def events_of(
     tokenizer: Any, prompt: list[int], tokens: list[int], stop: list[str], *, chat: bool, group: int = 1
 ) -> list[bytes]:
-    """As vLLM's serving classes write them for a request with return_token_ids."""
+    """Return the events that vLLM's serving classes write for a request with return_token_ids."""
     own = detokenizer(tokenizer, prompt, stop)
     events = []
     if chat:

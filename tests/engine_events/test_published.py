@@ -49,7 +49,7 @@ def free_address() -> str:
 
 @pytest.mark.parametrize("topic", ["", "kv@pod-0"])
 async def test_the_gateway_follows_this_versions_publisher(topic: str) -> None:
-    """What was published before it subscribed comes by replay, the rest live; both framings are the publisher's own."""
+    """Batches from before the subscription come by replay, the rest live; both framings are the publisher's own."""
     made = published()
     batches, stored = made.batches, made.steps.index("offload") + 1
     # vLLM binds addresses with a wildcard only.

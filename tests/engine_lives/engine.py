@@ -185,7 +185,7 @@ class _Row:
 
 @dataclass
 class _Work:
-    """What a step computes of one request."""
+    """The part of one request that a step computes."""
 
     row: _Row
     digests: list[int]  # of all its tokens; none if they are unknown
@@ -373,8 +373,8 @@ class Engine:
     def pause(
         self, *, keeps_running: bool, sleeps: bool = False, move_bytes: Callable[[], None], steps_max: int = 1_000
     ) -> None:
-        """As vLLM's engine core pauses, resets all caches and resumes. keeps_running: the mode `keep`, else `wait`.
-        sleeps: at level 1, which drops the device's memory and keeps the CPU tier."""
+        """Pause, reset all caches and resume, as vLLM's engine core does. keeps_running: the mode `keep`, else `wait`.
+        sleeps: sleep at level 1, which drops the device's memory and keeps the CPU tier."""
         self.scheduler.set_pause_state(PauseState.PAUSED_ALL if keeps_running else PauseState.PAUSED_NEW)
         for _ in range(steps_max):
             if not (self.scheduled or self.scheduler.has_requests()):
@@ -646,7 +646,7 @@ class Engine:
         return answer
 
     def _require_reported(self, output: SchedulerOutput, invalid_blocks: set[int]) -> None:
-        """Whatever was computed with KV that had not been loaded is known as such in the same step."""
+        """Require that a request computed with KV that had not been loaded is reported in the same step."""
         for name in self._stale & output.num_scheduled_tokens.keys() - self._excused:
             blocks = {block for group in self._rows[name].blocks for block in group}
             assert not blocks.isdisjoint(invalid_blocks), f"{name} computed with blocks that were not reported"

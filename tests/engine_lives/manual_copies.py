@@ -90,7 +90,7 @@ class ManualCopier:
 
 
 class ManualSpec(SpillwayOffloadingSpec):
-    """What vLLM builds from `spec_name: ManualSpec`; the copiers of a worker are its `copiers`."""
+    """The spec that vLLM builds from `spec_name: ManualSpec`; the copiers of a worker are its `copiers`."""
 
     def _open_transport(self, region: HostRegion) -> OpenTransport:
         self.copiers: dict[Direction, ManualCopier] = {}

@@ -37,7 +37,7 @@ def prompts_that_part(engine: Engine, number: int) -> None:
 
 
 def prompts_that_part_with_states(engine: Engine, number: int) -> None:
-    """As with windows; of states each prompt leaves its last one."""
+    """Prompts part as in prompts_that_part, and each leaves the last of its states."""
     assert COMMON == STEP
     _part(engine, number, behind=[1], rows=COMMON + 3 * OWN + 3 + 1)
 

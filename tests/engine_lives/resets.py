@@ -78,7 +78,7 @@ def blocks_reused_while_stored(engine: Engine, number: int) -> None:
 
 
 def weights_that_changed(engine: Engine, number: int) -> None:
-    """What the device computed with the weights of before is hit until its reset, vLLM's own way, and enters no tier:
+    """KV that the device computed with former weights is hit until its reset, vLLM's own way, and enters no tier:
     whether it was asked for before the change, between the change and the reset, or across both."""
     before, between, across = (_prompt(f"weights {number} {when}") for when in ("before", "between", "across"))
     _compute(engine, f"before-{number}", before)
@@ -104,7 +104,7 @@ def weights_that_changed(engine: Engine, number: int) -> None:
 
 
 def weights_that_are_named(engine: Engine, number: int) -> None:
-    """What was stored under a name is found under it alone, and at once when the name returns."""
+    """KV that was stored under a name is found under it alone, and at once when the name returns."""
     first, second = 2 * number + 1, 2 * number + 2
     prompt = _prompt(f"named {number}")
     assert engine.name_weights(first) is None
@@ -126,7 +126,7 @@ def weights_that_are_named(engine: Engine, number: int) -> None:
 
 
 def weights_that_change_under_a_load(engine: Engine, number: int) -> None:
-    """It loads KV of the former weights into blocks that the device then hits until its reset."""
+    """The load brings KV of the former weights into blocks that the device then hits until its reset."""
     prompt = _prompt(f"weights under a load {number}")
     _compute(engine, f"writer-{number}", prompt)
     engine.drain()

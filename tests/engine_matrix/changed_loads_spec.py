@@ -15,7 +15,7 @@ class ChangedLoadsSpec(SpillwayOffloadingSpec):
     @staticmethod
     @abstractmethod
     def _changed(copier: Copier) -> Copier:
-        """What the loads go through instead of this copier."""
+        """Return the copier that the loads go through instead of this one."""
 
     def _open_transport(self, region: HostRegion) -> OpenTransport:
         transport = super()._open_transport(region)

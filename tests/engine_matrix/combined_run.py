@@ -72,7 +72,7 @@ class Engine:
         return {"cached": answer.num_cached_tokens or 0, "logprobs": logprobs}
 
     def forget(self, *, ours: bool = False, other: bool = False) -> None:
-        """What the device holds, and the named connectors' KV."""
+        """Drop what the device holds, and the named connectors' KV."""
         assert self.llm.reset_prefix_cache(reset_connector=ours)
         if other:
             shutil.rmtree(self._folder / "other", ignore_errors=True)

@@ -115,7 +115,7 @@ def transfer_config(case: str, wanted: Model, folder: Path, redis_url: str = "")
 
 
 def answers(wanted: Model, folder: Path, case: str, tally: Tally, redis_url: str = "") -> dict[str, Any]:
-    """As greedy_answers: tokens of each answer with log-probabilities, and the cached tokens of each prompt."""
+    """Run greedy_answers for a case: tokens of each answer with log-probabilities, and cached tokens of each prompt."""
     on_gpu = wanted.platform == "cuda"
     device_blocks = wanted.device_blocks * (_PROMPTS if case == "device" else 1)
     settings = engine_settings(wanted, folder) | {
@@ -142,7 +142,7 @@ def answers(wanted: Model, folder: Path, case: str, tally: Tally, redis_url: str
 
 
 class Tally:
-    """What the scheduler's half receives and reports, of all ranks and tiers, since `take`."""
+    """Counts of what the scheduler's half receives and reports, of all ranks and tiers, since `take`."""
 
     def __init__(self) -> None:
         from spillway_connector.engine.generation import generation

@@ -21,7 +21,7 @@ _EVENTS_SECONDS = 60.0
 
 
 class Events:
-    """What a gateway's subscription would receive, decoded as the gateway decodes it."""
+    """A subscription like a gateway's; events are decoded as the gateway decodes them."""
 
     def __init__(self, url: str) -> None:
         import zmq

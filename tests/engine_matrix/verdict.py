@@ -1,4 +1,4 @@
-"""What a model's runs prove, and running them."""
+"""The runs of a model, and the verdict on them."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def run_each(wanted: Mapping[str, list[str]], folder: Path) -> dict[str, Outcome
 
 
 def faults(outcome: Outcome) -> list[str]:
-    """What is wrong with the runs; empty when offload changes no answer and the control shows that a change would be
-    seen.
+    """List what is wrong with the runs; empty when offload changes no answer and the control shows that a change would
+    be seen.
 
     An answer is right when the engine without offload gives it, computing the whole prompt (`none`) or, where that was
     run, behind a hit of its own (`device`), but for what rounding does (reference_answers.margins).

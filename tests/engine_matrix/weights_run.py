@@ -74,7 +74,7 @@ class Engine(OwnEngine):
         assert named["known"] and named["refused"] is None and named["version"] == version, named
 
     def store(self) -> None:
-        """What was computed last is in the shared tier afterwards: the step of another prompt reports its copy."""
+        """Bring what was computed last into the shared tier: the step of another prompt reports its copy."""
         self.ask("another", prompt("another"))
         (tier,) = self.connector.connector_scheduler.manager.secondary_tiers
         assert tier._shared.drain(30.0)

@@ -58,7 +58,7 @@ def write_model(folder: Path) -> Path:
 
 
 def parsed(words: list[str]) -> Any:
-    """What vLLM's own server makes of its command line."""
+    """Return the command line as vLLM's own server parses it."""
     cli = _module("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
     parser = cli.make_arg_parser(FlexibleArgumentParser())
     if SCALE_OUT in parser._option_string_actions:

@@ -1,4 +1,4 @@
-"""What some versions of vLLM offer and Spillway refuses: on a vLLM without it the test is skipped."""
+"""Options of some versions of vLLM that Spillway refuses: on a vLLM without one, its test is skipped."""
 
 from __future__ import annotations
 

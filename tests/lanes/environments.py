@@ -22,7 +22,7 @@ def vllm_here() -> str:
 
 
 def interpreter(vllm: str) -> Path:
-    """That `make install VLLM=` makes."""
+    """Return the interpreter that `make install VLLM=` installs."""
     return Path(sys.executable) if vllm == vllm_here() else ROOT / ".venv" / _folder(vllm) / "bin" / "python"
 
 

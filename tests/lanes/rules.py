@@ -1,4 +1,4 @@
-"""What each folder's tests need, and the lane that provides it. The only place that defines it."""
+"""The needs of each folder's tests, and the lane that provides them. The only place that defines them."""
 
 from __future__ import annotations
 

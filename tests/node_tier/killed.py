@@ -46,11 +46,11 @@ def work(
     """Store and load until killed. Returns WRONG if a load got another chunk's bytes.
 
     Args:
-        folder: The region's.
-        seed: Of the choices.
+        folder: Folder of the region.
+        seed: Seed of the choices.
         count: Called after each round.
         count_loaded: Called with the number of chunks that were loaded and compared.
-        num_rows: Of the region, half of what all chunks need.
+        num_rows: Rows of the region, half of what all chunks need.
     """
     chosen = random.Random(seed)
     node_records.FEW_ROWS = chosen.choice((0, 1, node_records.FEW_ROWS))  # of this process

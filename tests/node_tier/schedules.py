@@ -228,7 +228,7 @@ class Schedule:
             engine.tier.complete_load(job.keys, CONTEXT)
 
     def end_together(self, engine: Engine, others_store: float = 0.2) -> None:
-        """What a step ends: what was stored is read for a shared tier before the others may see it."""
+        """End the jobs of one step: what was stored is read for a shared tier before the others may see it."""
         with engine.tier.together():
             for _ in range(self.random.randint(1, 3)):
                 self.end(engine)
@@ -287,7 +287,7 @@ class Schedule:
         self.seen["resets"] += 1
 
     def rename(self, engine: Engine) -> None:
-        """Its weights change while copies are under way, and get a name, new or of before."""
+        """Change the engine's weights while copies are under way, and name them, with a new name or a former one."""
         for job in engine.jobs:
             if job.reset_rows is None:
                 job.reset_rows = engine.tier.rows_of(job.keys)
@@ -338,7 +338,7 @@ class Schedule:
         self.seen["left"] += engine.tier._left is not None
 
     def stop_within(self, engine: Engine) -> None:
-        """It is stopped between two lines, and goes on after the others have acted: they take its rows, if they may."""
+        """Stop the engine between two lines until the others have acted: they take its rows, if they may."""
         others = [each for each in self.engines if each is not engine]
         action = self.random.choice((self.store, self.store, self.end, self.end, self.end_alone, self.load, self.read))
 
@@ -357,7 +357,7 @@ class Schedule:
         self.is_one_stopped = False
 
     def cast_out(self, engine: Engine) -> None:
-        """Its lease is removed, and it is stopped between two lines until the others have taken it for dead, an engine
+        """Remove the engine's lease, and stop it between two lines until the others have taken it for dead, an engine
         has started, and they have taken its rows. What it does then harms none of them."""
         (engine.region.path / "writers" / f"{engine.region.lease.number:016x}").unlink()
         engine.is_outcast = True
@@ -457,7 +457,7 @@ class Schedule:
         assert last.region.index.count()[READY] == self.rows
 
     def close(self) -> None:
-        """What the kernel closes with a process."""
+        """Close what the kernel closes with a process."""
         for tier in self.opened:
             tier.shutdown()
 

@@ -50,7 +50,7 @@ class Core:
 
 
 def middleware_over(core: Core, monkeypatch: pytest.MonkeyPatch) -> Callable[[Seen], int]:
-    """What answers a hint: the middleware of the engine service, with an API key, in vLLM's place."""
+    """Return a function that answers hints: the engine service's middleware, with an API key, in vLLM's place."""
     monkeypatch.setenv("VLLM_API_KEY", ENGINE_KEY)
     app = FastAPI()
     app.add_middleware(ReadinessMiddleware, brief=PodBrief())
@@ -169,7 +169,7 @@ async def test_an_engine_without_the_endpoint_gets_the_request_all_the_same(engi
 
 
 async def check_the_waiting_request_is_answered(engine: FakeEngine, client: httpx.AsyncClient) -> None:
-    """Whatever became of its hint, once there is room."""
+    """Require an answer once there is room, whatever became of the hint."""
     assert isinstance(engine.fault, HoldInStream)
     held, engine.fault = engine.fault, None
     held.release.set()

@@ -1,1 +1,1 @@
-"""What real engines of each vLLM do under the faults that a client, an operator or a kernel brings."""
+"""Real engines of each vLLM under the faults that a client, an operator or a kernel brings."""

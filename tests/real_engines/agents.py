@@ -27,7 +27,7 @@ UUID = "0b6c2f60-7f5e-4a53-9a6f-2f6f1c6d{:04x}"
 
 @dataclass
 class Seen:
-    """What became of the requests of one agent."""
+    """Outcomes of the requests of one agent."""
 
     failed: list[str] = field(default_factory=list)
     prompt_tokens: int = 0  # of second and later turns

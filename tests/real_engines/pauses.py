@@ -75,7 +75,7 @@ class Loading:
         assert reply.status_code == 200, f"{path} {params}: {reply.status_code} {reply.text}"
 
     def _mismatch(self, prompt: Prompt, body: dict[str, Any]) -> str | None:
-        """What is wrong with an answer; one that was aborted has nothing to compare."""
+        """Return what is wrong with an answer; one that was aborted has nothing to compare."""
         (choice,) = body["choices"]
         if choice["finish_reason"] == "abort":
             return None

@@ -1,4 +1,4 @@
-"""What counts as an answer, and what as a clear error, in each dialect: the program's verdicts rest on it."""
+"""Replies that count as an answer, or as a clear error, in each dialect: the program's verdicts rest on this."""
 
 from __future__ import annotations
 

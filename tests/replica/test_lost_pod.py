@@ -46,7 +46,7 @@ sys.exit(run_engine(command, log=lambda line: print(line, flush=True)))
 
 
 class Leader:
-    """Its further pod is no more than a line to it."""
+    """A leader, to which its further pod is no more than a line."""
 
     def __init__(self, log: Path) -> None:
         self.port, self._lines_port = free_port(), free_port()
@@ -130,7 +130,7 @@ async def test_a_lone_request_is_answered_elsewhere_and_is_no_suspect(
 
 
 async def test_a_lone_request_whose_further_pod_lost_its_engine_is_a_suspect(leader: Leader, other: FakeEngine) -> None:
-    """It may be the cause, as in an engine of one pod."""
+    """The request may be the cause, as in an engine of one pod."""
     async with serving(leader, other) as gateway, aiohttp.ClientSession() as http:
         asked = asyncio.create_task(ask(http, gateway))
         await until(lambda: gateway.engine("leader").running_requests)

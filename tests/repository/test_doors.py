@@ -1,4 +1,4 @@
-"""What a newcomer opens first: the licence that every label names, and hooks that are the checks of `make check`."""
+"""Files that newcomers open first: the licence that every label names, and hooks with the checks of `make check`."""
 
 from __future__ import annotations
 

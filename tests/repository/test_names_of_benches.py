@@ -32,7 +32,7 @@ def file_of(module: str) -> Path | None:
 
 @cache
 def names_of(module: str) -> frozenset[str]:
-    """What a module binds at its top level, and the modules of a package."""
+    """Return the names that a module binds at its top level, and the modules of a package."""
     path = file_of(module)
     assert path is not None, module
     names = {one.stem for one in path.parent.iterdir()} if path.name == "__init__.py" else set()

@@ -29,7 +29,7 @@ METHODS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @cache
 def folder_of(package: str) -> Path | None:
-    """What a package's modules lie in; None: it is neither Spillway's nor vLLM's, or is not there."""
+    """Return the folder of a package's modules; None: it is neither Spillway's nor vLLM's, or is not there."""
     if package in PACKAGES:
         return ROOT / PACKAGES[package] / "src"
     return next((Path(path) for path in sys.path if package == "vllm" and Path(path, package).is_dir()), None)

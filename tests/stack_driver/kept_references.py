@@ -48,7 +48,7 @@ def kept_file(settings: StackSettings, folder: Path = FOLDER) -> Path | None:
 
 
 def _other_environment(vllm: str) -> str:
-    """What is installed for engines of a version that is not this environment's."""
+    """Return a digest of what is installed for engines of a version that is not this environment's."""
     listed = ROOT / "requirements" / f"vllm-{vllm}.txt"
     return hashlib.sha256(listed.read_bytes()).hexdigest() if listed.exists() else ""
 

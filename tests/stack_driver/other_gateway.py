@@ -23,7 +23,10 @@ def stack_models(stack: RunningStack) -> list[dict[str, Any]]:
 
 @contextmanager
 def other_gateway(stack: RunningStack, name: str, sections: dict[str, Any]) -> Iterator[str]:
-    """Its address. Its log has its name. sections: settings in place of those of the stack's own gateway."""
+    """Run another gateway and yield its address; the name is its log's too.
+
+    sections: settings in place of those of the stack's own gateway.
+    """
     folder = stack.local.folder
     config = yaml.safe_load((folder.config / "gateway.yaml").read_text())
     port = free_base_port()

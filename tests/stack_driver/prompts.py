@@ -23,7 +23,7 @@ class Prompt:
 
     @property
     def reusable_tokens(self) -> int:
-        """What a full hit covers: whole blocks, and never the last token."""
+        """Number of tokens that a full hit covers: whole blocks, and never the last token."""
         return (len(self.tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
     @property

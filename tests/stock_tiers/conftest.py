@@ -22,7 +22,7 @@ os.environ.setdefault("PYTHONHASHSEED", "0")
 
 @pytest.fixture(scope="session", autouse=True)
 def plugins() -> None:
-    """What vLLM does at the start of each process; the entry point itself is tested in test_registration.py."""
+    """Register the plugin, as each process of vLLM does at its start; test_registration.py tests the entry point."""
     from spillway_connector.engine.stock.registration import register
 
     register()

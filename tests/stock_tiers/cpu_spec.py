@@ -69,7 +69,7 @@ class CpuWorker(OffloadingWorker):
         return True
 
     def _spans(self, ref: Any, page_bytes: int) -> tuple[Addresses, Addresses, Addresses]:
-        """What is copied between a block on the device and its place in a row: offsets on both sides, and sizes."""
+        """Return the spans to copy between a device block and its place in a row: offsets on both sides, and sizes."""
         spans = [(0, 0, page_bytes)]
         if self._canonical:
             spans = [

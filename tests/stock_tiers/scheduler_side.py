@@ -148,7 +148,7 @@ class SchedulerSide:
         self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=[], preempted_req_ids=[]))
 
     def store(self, name: str, numbers: Iterable[int], cache_salt: str | None = None) -> None:
-        """What a request that computed these chunks does: rows are prepared, filled and completed."""
+        """Store chunks like a request that computed them: rows are prepared, filled and completed."""
         context = self.request(name, cache_salt)
         keys = [key(number) for number in numbers]
         prepared = self.manager.prepare_store(keys, context)

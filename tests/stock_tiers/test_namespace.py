@@ -115,7 +115,7 @@ def test_the_spec_that_fills_the_rows_is_in_it(parts: Parts) -> None:
 
 
 def test_no_engine_with_spillways_connector_has_it(parts: Parts) -> None:
-    """Its worker writes what it registered into the same field, and never who fills a row of vLLM's."""
+    """Spillway's worker writes what it registered into the same field, and never who fills a row of vLLM's."""
     spec = OffloadingSpecFactory.create_spec(parts.offloading)
     assert "filled_by" in row_facts(spec, 4096)
     page = parts.offloading.worker_kv_bytes_per_block

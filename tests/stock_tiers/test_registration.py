@@ -27,7 +27,7 @@ def test_vllm_finds_the_plugin() -> None:
 
 @pytest.mark.timeout(900)
 def test_the_plugin_loads_nothing_that_a_worker_does_not_need() -> None:
-    """It runs in every process of vLLM."""
+    """The plugin runs in every process of vLLM."""
     program = (
         "import sys; from spillway_connector.engine.stock.registration import register; register(); "
         "print(*sorted(name for name in sys.modules if name.startswith('spillway')))"

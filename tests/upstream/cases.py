@@ -24,7 +24,7 @@ _FOLDERS = ("kv_offload", "kv_connector/unit")
 
 
 class Cases(NamedTuple):
-    """What becomes of each test file of one archive; keys are paths below `tests/v1`, of the last three patterns."""
+    """Test files of one archive, by what becomes of them; keys are paths below `tests/v1`, or patterns of them."""
 
     name: str  # of the list, and of the module with its substitutes
     archive: Archive

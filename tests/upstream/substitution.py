@@ -46,7 +46,7 @@ def _place(module: ModuleType, root: Path) -> str:
 
 @pytest.fixture
 def default_vllm_config() -> Iterator[Any]:
-    """What vLLM's tests expect of the conftest.py at the root of its repository, which imports half of vLLM."""
+    """The fixture that vLLM's tests expect of their repository's root conftest.py, which imports half of vLLM."""
     from vllm.config import VllmConfig, set_current_vllm_config
 
     config = VllmConfig()

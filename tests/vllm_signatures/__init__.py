@@ -1,1 +1,1 @@
-"""What the connector relies on in a vLLM, read from its wheel without running it."""
+"""Signatures that the connector relies on in a vLLM, read from its wheel without running it."""

@@ -14,7 +14,7 @@ FEATURES = ("vllm.v1.kv_offload.worker.worker", "vllm.v1.kv_offload.config")
 
 
 class Sample(NamedTuple):
-    """What was read from one wheel, as JSON values.
+    """Facts read from one wheel, as JSON values.
 
     features: which of FEATURES it has. names: those of the seams that it has, by module. methods: their parameters, by
     module, class and method.

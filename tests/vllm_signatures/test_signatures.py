@@ -79,7 +79,7 @@ def submit_load(sample: Sample) -> list[str]:
 
 
 def test_what_a_later_vllm_added_may_be_missing(sample: Sample, stand_in: Callable[[Sample], None]) -> None:
-    """As in vLLM 0.30 and 0.32."""
+    """Neither vLLM 0.30 nor 0.32 has the parameter that is removed here."""
     submit_load(sample).remove("expedited")
     stand_in(sample)
     require(SEAMS)

@@ -11,13 +11,13 @@ LOOK_SECONDS = 0.5
 
 
 def await_further_pods(port: int, count: int) -> list[socket.socket]:
-    """What the leader does before it serves; keep the connections open."""
+    """Wait for the further pods, as the leader does before it serves. Keep the returned connections open."""
     with socket.create_server(("", port)) as meeting:
         return [meeting.accept()[0] for _ in range(count)]
 
 
 def meet_leader(host: str, port: int) -> socket.socket:
-    """What a further pod does, for as long as it takes. Asked to stop, it ends at once."""
+    """Connect to the leader, as a further pod does, however long that takes. Asked to stop, the pod ends at once."""
     while True:
         with contextlib.suppress(OSError):
             return socket.create_connection((host, port), LOOK_SECONDS)

@@ -31,7 +31,7 @@ GUARDED_PREFIX = "/v1"  # what vLLM asks its API key for
 
 
 def read_arguments() -> argparse.Namespace:
-    """Those that matter to a simulator; the rest of vLLM's are accepted and ignored."""
+    """Return the arguments that matter to a simulator; the rest of vLLM's are accepted and ignored."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--served-model-name", required=True)
     parser.add_argument("--host", required=True)
