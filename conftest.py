@@ -60,7 +60,7 @@ def servers_end_soon() -> Iterator[None]:
 
 @pytest.fixture
 def decisions() -> Iterator[list[str]]:
-    """What the connector logs at debug, whatever another test of this process has done to its logger."""
+    """Collect what the connector logs at debug, whatever another test of this process has done to its logger."""
     lines: list[str] = []
 
     class Lines(logging.Handler):
