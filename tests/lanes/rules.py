@@ -75,6 +75,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "tests/bench_soak": (NOTHING,),
     "tests/bench_soak/test_run.py": ("servers", "valkey"),
     "tests/bench_soak/test_store_faults.py": ("valkey",),
+    "tests/bench_retention": ("vllm",),
     "tests/bench_system": (NOTHING,),
     "tests/bench_system/test_memory.py": ("vllm",),
     "tests/bench_system/test_simulate.py": ("vllm",),

@@ -1,10 +1,10 @@
 """When sessions come back: what requests say of their session, and what their pauses tell.
 
 A session is expected after the seconds that its client announces, or else after its own usual pause once it has come
-back. If such pauses are chance, how long a session has been idle says nothing of its return, but the longer it has
-been, the likelier it has ended. A session has ended if its client says so, or if it is late by several mean deviations
-of its pauses. It has probably ended if most of its tenant's sessions ended after as many requests: agents stop at a
-number of steps, and many questions are asked once.
+back. If such pauses are chance, the tenant's pauses say how long an idle session stays away (plan/pauses.py), and the
+longer it has been idle, the likelier it has ended. A session has ended if its client says so, or if it is late by
+several mean deviations of its pauses. It has probably ended if most of its tenant's sessions ended after as many
+requests: agents stop at a number of steps, and many questions are asked once.
 
 Pure: no clock, no lock; the time is an argument, in seconds. Everything here belongs to one thread, the scheduler's.
 """
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import xxhash
+
+from spillway_connector.plan.pauses import OwnPauses, PauseLengths
 
 SESSIONS_MAX = 1024  # followed at a time; an eviction from the CPU tier looks at each, in up to a millisecond
 # A session that is late by this many mean deviations of its pauses has ended: 99 % of exponential pauses end before.
@@ -86,6 +88,7 @@ class Habits:
     pause: float | None = None
     pauses: int = 0  # of as many sessions as are counted
     chance: float = 0.0  # how much of a pause is chance; 0: nothing, the pauses of a session are alike; 1: all
+    lengths: PauseLengths = field(default_factory=PauseLengths)
     _differences: int = _ASSUMED_REGULAR
     _difference: float = 0.0  # the mean of a pause from the session's usual one, as a share of the longer
     # By the number of requests that a session has had in one go: how many went on after them, and how many were gone.
@@ -108,15 +111,16 @@ class Habits:
             share = (self._difference - _REGULAR_DIFFERENCE) / (_CHANCE_DIFFERENCE - _REGULAR_DIFFERENCE)
             self.chance = min(1.0, max(0.0, share))
 
-    def return_seconds(self, usual_pause: float, idle_seconds: float) -> float:
-        """The time until a session comes back whose pauses are chance, divided by the probability that it does: the
-        longer it has been idle, the likelier it has ended, as one of so many pauses is the last."""
+    def return_seconds(self, own: OwnPauses, usual_pause: float, idle_seconds: float) -> float:
+        """Return the time for which a session whose pauses are chance stays away, for each one that comes back."""
+        ended = self.sessions / max(1, self.pauses)  # for each that came back, at the end of a request
+        if not self.lengths.is_exponential:
+            return self.lengths.return_seconds(own, idle_seconds, ended)
         pause = usual_pause if self.pause is None else self.pause
         # A session's own last pauses say little, unless it is of another kind than the others.
         pause = min(max(pause, usual_pause / _PAUSES_MAX), _PAUSES_MAX * usual_pause)
         if pause <= 0:
             return 0.0
-        ended = self.sessions / max(1, self.pauses)  # for each that came back, at the end of a request
         return pause * (1.0 + ended * math.exp(min(idle_seconds / pause, _IDLE_PAUSES_MAX)))
 
     def paused(self, seconds: float, *, first: bool) -> None:
@@ -183,6 +187,7 @@ class SessionTimes:
     usual_deviation: float = 0.0  # of a pause from the usual one
     usual_duration: float = 0.0  # of a request
     announced: float | None = None
+    own_pauses: OwnPauses = field(default_factory=OwnPauses)
     served: bool = False  # a request of it has ended
     waits: bool = False  # its newest request has begun, and used nothing yet
     due_at: float | None = None  # when its next request is expected; None: unknown
@@ -206,6 +211,7 @@ class SessionTimes:
 
     def _paused(self, pause: float) -> None:
         usual = self.usual_pause
+        self.habits.lengths.add(self.own_pauses, pause)
         self.habits.paused(pause, first=usual is None)
         if usual is None:
             self.usual_pause = pause
@@ -282,7 +288,7 @@ class SessionTimes:
         chance = self.habits.chance
         if not chance or pause is None or self.announced is not None or due == math.inf:
             return due
-        by_chance = begins_at + self.habits.return_seconds(pause, idle)
+        by_chance = begins_at + self.habits.return_seconds(self.own_pauses, pause, idle)
         return due + chance * (by_chance - due)
 
     def is_gone(self, now: float) -> bool:

@@ -1,0 +1,8 @@
+"""The benchmark's own modules are found as its entry script finds them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
