@@ -330,6 +330,11 @@ class Engine:
         for gate in manager._gates.values():
             gate.load_rate = RateMeter(1.0, pinned=loaded)
 
+    def set_tier_clock(self, clock: Callable[[], float]) -> None:
+        """Set the clock by which the CPU tier knows when requests end and sessions pause."""
+        manager = self._scheduler_half.manager
+        manager._clock = manager.primary_tier._clock = clock
+
     def set_clock(self, clock: Callable[[], float]) -> None:
         """Sets the clock that prompts go by which are computed while their end is loaded."""
         self._scheduler_half.meetings._clock = clock

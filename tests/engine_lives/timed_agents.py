@@ -99,8 +99,8 @@ class Load:
         heapq.heapify(self._turns)
         self._running: dict[str, _Running] = {}
         self._names = 0
+        engine.set_tier_clock(lambda: self.now)
         manager = engine._scheduler_half.manager
-        manager._clock = manager.primary_tier._clock = lambda: self.now
         count = manager.count_late_stores
 
         def count_late_stores(stored: int, lost: int) -> None:

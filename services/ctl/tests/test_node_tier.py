@@ -16,6 +16,7 @@ import pytest
 
 from spillway_connector.node.region import NodeRegion
 from spillway_connector.plan.node_index import READY
+from spillway_connector.plan.node_records import RowWords
 from spillway_connector.tiers.disk.slab.writers import new_number
 from spillway_ctl.command import main
 from spillway_ctl.node_tier import Page
@@ -85,8 +86,10 @@ def test_two_engines_share_what_the_command_makes_and_it_may_be_killed_and_start
     places = first.join(lambda: 1), second.join(lambda: 1)
     keeper.kill()
     with first.changing() as index:
-        index.claim([3], index.reserve([3], places[0]), OURS, [b"k" * 36], places[0], now_ms=5)
-        index.publish([3], [index.stamps[3]], places[0])
+        known = RowWords(ROWS)
+        known.reserved[3] = index.reserve([3], places[0])[0]
+        index.claim([3], known, OURS, [b"k" * 36], places[0], now_ms=5)
+        index.publish([3], known, places[0])
     assert second.index.count()[READY] == 1
     third = opened(path)  # an existing region needs no keeper
     again = Keeper(path)
