@@ -280,10 +280,9 @@ class NodeRows(NodePicture):
         """Pin the rows for a store to a shared tier; None, and nothing is pinned, if some of the chunks have left."""
         rows = list(map(self._unpublished.get, keys, repeat(-1)))
         if self._left is None and -1 not in rows and self._has_place():  # no other engine may touch them yet
-            spec = CPULoadStoreSpec(rows)
-            self._index.pin(spec.block_ids if len(rows) > node_records.FEW_ROWS else rows, self._place)
+            self._index.pin(np.array(rows, np.intp) if len(rows) > node_records.FEW_ROWS else rows, self._place)
             self._begin_reads(keys)
-            return spec
+            return CPULoadStoreSpec(rows)
         return self._pin(list(keys), req_context)
 
     def _pin(self, keys: list[OffloadKey], req_context: ReqContext) -> NodeRowsSpec | None:
