@@ -186,7 +186,7 @@ def test_a_row_holds_every_part_of_a_block_once(caches_of: Any) -> None:
 
 
 def test_an_indexer_that_ranks_replicate_is_refused(caches_of: Any) -> None:
-    """The indexer's blocks are several entries of the first dimension where those of the latents are one."""
+    """One block of the indexer is several entries of the first dimension; one block of the latents is one entry."""
     model = Model([(LAYERS, sparse(sfa_dcp_replicated_indexer_size=2))], AscendMLABackend, runner={"use_sparse": True})
     caches = caches_of(model)
     assert len({view.shape[0] for view in caches[LAYERS[0]]}) == 2

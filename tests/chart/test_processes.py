@@ -57,7 +57,7 @@ TIERS = [
 
 
 def command_of(workload: dict[str, Any], config: Path, name: str) -> list[str]:
-    """Return the container's command, with this machine's interpreter and the ConfigMap's file where it lies here."""
+    """Return the container's command with this machine's interpreter and the path of the ConfigMap's file here."""
     container = pod_spec(workload)["containers"][0]
     words = [*container["command"], *container["args"]]
     assert words[0] == "python3"
