@@ -56,6 +56,17 @@ PERFORMANCE = [
     "--compilation-config="
     + json.dumps({"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": GRAPH_SIZES}),
 ]
+COUNTED = (
+    "spillway_",
+    "vllm:prompt",
+    "vllm:prefix",
+    "vllm:external",
+    "vllm:num_preemptions",
+    "vllm:request_",
+    "vllm:time_to_first",
+    "vllm:inter_token",
+    "vllm:iteration",
+)  # histograms: their sums and counts
 _SERIES = re.compile(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})? ([-+0-9.eE]+)$")
 
 
@@ -210,7 +221,7 @@ def counters(page: str) -> dict[str, float]:
         match = _SERIES.match(line)
         if match is None or match[1].endswith(("_bucket", "_created")):
             continue
-        if match[1].startswith(("spillway_", "vllm:prompt", "vllm:prefix", "vllm:external", "vllm:num_preemptions")):
+        if match[1].startswith(COUNTED):
             labels = re.sub(r'(engine|model_name|name|pid|process)="[^"]*",?', "", match[2] or "")
             sums[match[1] + labels] = sums.get(match[1] + labels, 0.0) + float(match[3])
     return sums
