@@ -240,6 +240,7 @@ class Engine:
         self.hash_tokens = BLOCK_TOKENS // shape.window_parts
         self._block_hasher = get_request_block_hasher(self.hash_tokens, hash_fn)
         self._worker: Any = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, self.kv_config)
+        self._worker.connector_worker.idle_step_seconds_max = 0.0  # bytes move between steps alone
         layer_bytes = shape.device_blocks * BLOCK_TOKENS * TOKEN_BYTES
         if SINCE_0_30:  # one allocation for all
             caches = list(torch.zeros(LAYERS * layer_bytes, dtype=torch.uint8).split(layer_bytes))

@@ -609,6 +609,20 @@ def test_a_request_that_a_reset_preempted_loads_in_the_next_step(scheduler):
     assert metadata.jobs_to_flush.isdisjoint(metadata.load_jobs)
 
 
+def test_only_a_step_that_computes_nothing_awaits_the_copies_of_a_load(scheduler):
+    job = compute_and_store(scheduler, "writer")
+    report(scheduler, {job: 2})
+    request, _ = ask(scheduler, "reader")
+    assert not getattr(build_meta(scheduler), "awaits_copies", False), "nothing is under way"
+    scheduler.update_state_after_alloc(request, allocated([5, 6, 7, 8]), TOKENS)
+    metadata = build_meta(scheduler)
+    assert metadata.awaits_copies
+    assert not getattr(build_meta(scheduler, {"writer": 1}), "awaits_copies", False), "it computes a token"
+    assert build_meta(scheduler).awaits_copies, "the load has not ended"
+    report(scheduler, dict.fromkeys(metadata.load_jobs, 2))
+    assert not getattr(build_meta(scheduler), "awaits_copies", False)
+
+
 def test_a_request_that_may_not_read_a_prefix_cache_is_offered_nothing_and_stores_all_the_same(scheduler):
     job = compute_and_store(scheduler, "writer")
     report(scheduler, {job: 2})

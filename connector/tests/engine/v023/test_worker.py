@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from spillway_connector.engine.ipc.samples import sample_key
 from spillway_connector.engine.layouts.kv_parts import PlacedKVCaches
 from spillway_connector.engine.v023.handlers import StepHandler
 from spillway_connector.engine.v023.worker import SpillwayConnectorWorker
+from spillway_connector.engine.worker import half
 
 
 class ScriptedHandler(StepHandler):
@@ -117,6 +119,32 @@ def piece(job: int, number: int, blocks: list[int], *, last: bool = False, lost:
 
 def in_pieces(*pieces: LoadPiece) -> SpillwayConnectorMetadata:
     return SpillwayConnectorMetadata({}, {}, None, list(pieces))
+
+
+def test_a_step_that_awaits_copies_ends_with_the_first_load(worker_and_handler, monkeypatch):
+    worker, handler = worker_and_handler
+    worker.idle_step_seconds_max = math.inf
+    ends = [[(2, True)], [], [(1, True)]]  # at each look: that of a store, nothing, that of the load
+    monkeypatch.setattr(half.time, "sleep", lambda _: setattr(handler, "ending", ends.pop(0)))
+    worker.prepare_store_kv(metadata(stores={2: store_job("b", [6])}))
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5])}))
+    assert worker.get_finished(set())[1] == set(), "the step computes something"
+    worker.start_kv_transfers(SpillwayConnectorMetadata({}, {}, awaits_copies=True))
+    assert worker.get_finished(set())[1] == {"a"}
+    assert worker.build_connector_worker_meta().completed_jobs == {1: 1, 2: 1}
+    worker.start_kv_transfers(SpillwayConnectorMetadata({}, {}, awaits_copies=True))
+    assert worker.get_finished(set())[1] == set(), "no load moves"
+
+
+def test_a_step_that_awaits_copies_ends_without_a_load_in_time(worker_and_handler, monkeypatch):
+    worker, handler = worker_and_handler
+    worker.idle_step_seconds_max = 0.0
+    monkeypatch.setattr(half.time, "sleep", lambda _: pytest.fail("it waited"))
+    meta = SpillwayConnectorMetadata({1: load_job("a", [5])}, {}, awaits_copies=True)
+    worker.start_kv_transfers(meta)
+    assert worker.get_finished(set())[1] == set()
+    handler.ending = [(1, True)]
+    assert worker.get_finished(set())[1] == {"a"}
 
 
 def test_a_load_in_pieces_is_received_when_the_last_of_them_has_ended(worker_and_handler):

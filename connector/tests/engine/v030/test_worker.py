@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from spillway_connector.engine.ipc.samples import sample_key
 from spillway_connector.engine.v030.connector import SpillwayConnector
 from spillway_connector.engine.v030.offload_worker import StepWorker
 from spillway_connector.engine.v030.worker import SpillwayConnectorWorker
+from spillway_connector.engine.worker import half
 from spillway_connector.plan.copy_table import BATCH
 
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
@@ -160,6 +162,32 @@ def piece(job: int, number: int, blocks: list[int], *, last: bool = False, lost:
 
 def in_pieces(*pieces: LoadPiece) -> SpillwayConnectorMetadata:
     return SpillwayConnectorMetadata({}, {}, None, list(pieces))
+
+
+def test_a_step_that_awaits_copies_ends_with_the_first_load(monkeypatch):
+    worker, scripted = make(FULL)
+    worker.idle_step_seconds_max = math.inf
+    ends = [[(2, True)], [], [(1, True)]]  # at each look: that of a store, nothing, that of the load
+    monkeypatch.setattr(half.time, "sleep", lambda _: setattr(scripted, "ending", ends.pop(0)))
+    worker.prepare_store_kv(metadata(stores={2: store_job("b", [6])}))
+    worker.start_kv_transfers(metadata(loads={1: load_job("a", [5])}))
+    assert worker.get_finished(set())[1] == set(), "the step computes something"
+    worker.start_kv_transfers(SpillwayConnectorMetadata({}, {}, awaits_copies=True))
+    assert worker.get_finished(set())[1] == {"a"}
+    assert worker.build_connector_worker_meta().completed_jobs == {1: 1, 2: 1}
+    worker.start_kv_transfers(SpillwayConnectorMetadata({}, {}, awaits_copies=True))
+    assert worker.get_finished(set())[1] == set(), "no load moves"
+
+
+def test_a_step_that_awaits_copies_ends_without_a_load_in_time(monkeypatch):
+    worker, scripted = make(FULL)
+    worker.idle_step_seconds_max = 0.0
+    monkeypatch.setattr(half.time, "sleep", lambda _: pytest.fail("it waited"))
+    meta = SpillwayConnectorMetadata({1: load_job("a", [5])}, {}, awaits_copies=True)
+    worker.start_kv_transfers(meta)
+    assert worker.get_finished(set())[1] == set()
+    scripted.ending = [(1, True)]
+    assert worker.get_finished(set())[1] == {"a"}
 
 
 def test_a_load_in_pieces_is_received_when_the_last_of_them_has_ended():

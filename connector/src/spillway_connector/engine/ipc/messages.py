@@ -6,6 +6,7 @@ All of it is plain picklable data: with several ranks it crosses processes.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -45,10 +46,19 @@ class StepLoad:
 
 @dataclass
 class SpillwayConnectorMetadata(OffloadingConnectorMetadata):
-    """Scheduler to workers: metadata of a step that sends pieces, or loads what it reads."""
+    """Scheduler to workers: metadata of a step that sends pieces, loads what it reads, or waits for copies.
+
+    awaits_copies: the step computes nothing, and copies to the device are all that the engine waits for.
+    """
 
     pieces: list[LoadPiece] = field(default_factory=list)
     step_loads: list[StepLoad] = field(default_factory=list)
+    awaits_copies: bool = False
+
+    @classmethod
+    def of(cls, metadata: OffloadingConnectorMetadata, *own: Any, **more: Any) -> SpillwayConnectorMetadata:
+        """Return the jobs of vLLM's metadata with fields of this class's own."""
+        return cls(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, *own, **more)
 
 
 @dataclass

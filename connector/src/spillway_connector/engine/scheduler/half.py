@@ -393,9 +393,9 @@ class SchedulerHalf(ResettableHalf):
             for store in self.late_stores.due(self._generate_job_id, needed_blocks=needed, settling=room):
                 device = GPULoadStoreSpec(store.blocks, [len(store.blocks)], [0])
                 metadata.store_jobs[store.job_id] = self._store_job(store.context.req_id, device, store.rows)
-        if not self._early_loads.loads or not (pieces := self._early_loads.due(self._jobs)):
-            return metadata
-        return SpillwayConnectorMetadata(metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces)
+        pieces = self._early_loads.due(self._jobs) if self._early_loads.loads else []
+        idle = bool(self._jobs) and not scheduler_output.num_scheduled_tokens and not self._early_loads.loads
+        return SpillwayConnectorMetadata.of(metadata, pieces, awaits_copies=idle) if pieces or idle else metadata
 
     @override
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:

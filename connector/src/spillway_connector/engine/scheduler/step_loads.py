@@ -139,9 +139,7 @@ class StepLoadingHalf(SchedulerHalf):
             return metadata
         self._prefill_timer.leave_out_step()  # it waits for copies
         pieces = metadata.pieces if isinstance(metadata, SpillwayConnectorMetadata) else []
-        return SpillwayConnectorMetadata(
-            metadata.load_jobs, metadata.store_jobs, metadata.jobs_to_flush, pieces, planned
-        )
+        return SpillwayConnectorMetadata.of(metadata, pieces, planned)
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

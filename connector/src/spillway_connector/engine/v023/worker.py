@@ -34,8 +34,7 @@ class SpillwayConnectorWorker(WorkerHalf):
     def __init__(self, spec: OffloadingSpec) -> None:
         super().__init__(spec)
         self.kv_connector_stats = SpillwayStats()
-        vllm_config = getattr(spec, "vllm_config", None)
-        self._begin(getattr(vllm_config, "lora_config", None))
+        self._begin(getattr(spec, "vllm_config", None))
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
@@ -89,7 +88,7 @@ class SpillwayConnectorWorker(WorkerHalf):
         Upstream asserts that copies succeed; here failed loads count as ended, with their blocks marked invalid.
         """
         self._end_forward()
-        results = self.worker.get_finished()
+        results = self._ended_copies()
         for result in results:
             if result.success and result.transfer_size is not None and result.transfer_time is not None:
                 assert result.transfer_type is not None

@@ -35,7 +35,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     def __init__(self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._begin(vllm_config.lora_config)
+        self._begin(vllm_config)
         self._names_blocks = names_failed_blocks(kv_cache_config)
         # If no block is zeroed within a step, loads begin before the forward pass, so that they do not queue behind it.
         self._loads_before_forward = not kv_cache_config.needs_kv_cache_zeroing
@@ -104,7 +104,7 @@ class SpillwayConnectorWorker(WorkerHalf):
     def _finish(self) -> Received:
         assert self.worker is not None
         self._end_forward()
-        results = self.worker.get_finished()
+        results = self._ended_copies()
         for result in results:
             if result.success and result.transfer_size is not None and result.transfer_time is not None:
                 of_step = self._connector_worker_meta.transfer_stats

@@ -236,6 +236,11 @@ class CopyJobs:
         held = self._loads, self._in_pieces, self._pieces, self._waiting_stores, self._stores, self._refused_loads
         return not any(held) and not self._invalid_blocks and self._report == StepReport()
 
+    @property
+    def loads_move(self) -> bool:
+        """Whether the transport has a load whose end was not asked for."""
+        return not self._refused_loads and bool(self._loads or self._pieces)
+
     def is_load(self, job_id: int) -> bool:
         """Whether the transport moves this copy to the device; asked before finish() takes in its end."""
         return job_id in self._loads or job_id in self._pieces

@@ -6,11 +6,13 @@ reported); its room completes the class.
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import override
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
@@ -22,6 +24,10 @@ from spillway_connector.engine.namespace.adapters import AdapterLoads
 from spillway_connector.engine.worker.copy_jobs import CopyJobs, EndedCopy, Sides, Submit
 from spillway_connector.engine.worker.step_loads import LayerLoader, LayerwiseLoads
 
+# A new request waits for the end of a step that computes nothing, so such a step stays short.
+IDLE_STEP_SECONDS_MAX = 0.005
+_POLL_SECONDS = 0.0002
+
 
 class WorkerHalf(OffloadingConnectorWorker):
     """Overrides upstream's worker half. Each rank's process, model-runner thread.
@@ -29,10 +35,13 @@ class WorkerHalf(OffloadingConnectorWorker):
     Upstream asserts that every submit and every copy succeeds, and a failed assert ends the engine.
     """
 
-    def _begin(self, lora_config: Any) -> None:
+    _awaits_copies = False
+
+    def _begin(self, config: VllmConfig | None) -> None:
         """The rest of the constructor, after the constructor of vLLM's class."""
         self._jobs = CopyJobs(self._store)
-        self._adapter_loads = AdapterLoads(lora_config)
+        self._adapter_loads = AdapterLoads(None if config is None else config.lora_config)
+        self.idle_step_seconds_max = 0.0 if config is None else idle_step_seconds_max(config.parallel_config)
         self._layerwise: LayerwiseLoads | None = None  # if a step may read what it loads
 
     def _load_layers_with(self, loader: LayerLoader | None) -> None:
@@ -76,6 +85,7 @@ class WorkerHalf(OffloadingConnectorWorker):
         """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
         self._jobs.submit_stores()
         self._start_loads(metadata)
+        self._awaits_copies = isinstance(metadata, SpillwayConnectorMetadata) and metadata.awaits_copies
 
     def start_step_loads(self, metadata: OffloadingConnectorMetadata, forward_context: Any) -> None:
         """Start the loads that the forward itself reads; after :meth:`start_kv_transfers`, before the forward."""
@@ -91,6 +101,21 @@ class WorkerHalf(OffloadingConnectorWorker):
         """Called before ended copies are processed."""
         if self._layerwise is not None:
             self._layerwise.end_step()
+
+    def _ended_copies(self) -> list[Any]:
+        """Return vLLM's results of the copies that ended since the last call.
+
+        A step that computes nothing waits for the end of a load. Otherwise the engine core plans one empty step after
+        another, and on CPUs its processes take the cores from the copy.
+        """
+        assert self.worker is not None
+        results = list(self.worker.get_finished())
+        if self._awaits_copies and self._jobs.loads_move:
+            until = time.monotonic() + self.idle_step_seconds_max
+            while not any(self._jobs.is_load(result.job_id) for result in results) and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+                results += self.worker.get_finished()
+        return results
 
     @override
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
@@ -112,6 +137,15 @@ class WorkerHalf(OffloadingConnectorWorker):
     def take_invalid_blocks(self) -> set[int]:
         """Device blocks whose load failed since the last call; call after get_finished, in the same step."""
         return self._jobs.take_invalid_blocks()
+
+
+def idle_step_seconds_max(parallel: ParallelConfig) -> float:
+    """Return how long a step that computes nothing may wait for the end of a load.
+
+    Pipeline stages compute another step meanwhile, and data parallel ranks may step together: theirs waits for none.
+    """
+    alone = parallel.pipeline_parallel_size == 1 and parallel.data_parallel_size == 1
+    return IDLE_STEP_SECONDS_MAX if alone else 0.0
 
 
 def ended_copy(result: Any) -> EndedCopy:
