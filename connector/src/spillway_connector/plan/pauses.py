@@ -68,9 +68,10 @@ class OwnPauses:
 class PauseLengths:
     """The pauses of a tenant's sessions.
 
+    What follows from the counts is found out when it is asked for, and again after some pauses.
+
     Attributes:
         mean_seconds: Their geometric mean.
-        is_exponential: Whether chance alone tells them from exponential pauses with one mean for all sessions.
     """
 
     def __init__(self) -> None:
@@ -82,12 +83,11 @@ class PauseLengths:
         self._products = 0.0  # the sum of the products of both differences from the mean
         self._counts = [_ASSUMED_PAUSES * share for share in _exponential_shares(1 / _GEOMETRIC)]  # by step
         self._ratios = [(begin + end) / 2 * n for begin, end, n in zip(_BEGINS, _ENDS, self._counts, strict=True)]
-        self._until_renewed = _RENEWED_EACH
+        self._until_renewed = 0  # pauses, until what follows is found out once more
         # By step, of the time for which a session has been idle: the time until it comes back as a line (start, slope),
-        # and the share of pauses that are longer, likewise.
+        # and the share of pauses that are longer, likewise. Empty until they are asked for.
         self._lines: list[tuple[float, float, float, float]] = []
-        self.is_exponential = True
-        self._renew()
+        self._is_exponential = True
 
     def add(self, own: OwnPauses, seconds: float) -> None:
         """Count a pause of the session that these are the pauses of."""
@@ -113,9 +113,6 @@ class PauseLengths:
         if self._counted >= _COUNTED:
             self._count_half()
         self._until_renewed -= 1
-        if not self._until_renewed:
-            self._until_renewed = _RENEWED_EACH
-            self._renew()
 
     def _count_half(self) -> None:
         self._counted /= 2
@@ -147,6 +144,9 @@ class PauseLengths:
             ended: How many of the tenant's sessions ended for each pause. The longer a session has been idle, the
                 likelier it is one of them.
         """
+        self._renew()
+        if not self._lines:
+            self._draw_lines()
         expected = own.expected_seconds or self.mean_seconds
         ratio = idle_seconds / expected
         step = math.frexp(ratio)[1] - _LEAST_OCTAVE if ratio else 0
@@ -165,8 +165,19 @@ class PauseLengths:
                 squares += (count - total * share) ** 2 / (total * share)
         return squares + (rest - total * rest_share) ** 2 / (total * rest_share + 1.0)
 
+    @property
+    def is_exponential(self) -> bool:
+        """Whether chance alone tells them from exponential pauses with one mean for all sessions."""
+        self._renew()
+        return self._is_exponential
+
     def _renew(self) -> None:
-        self.is_exponential = not self._likeness() and self._squares_from_exponential() < _SQUARES_MAX
+        if self._until_renewed <= 0:
+            self._until_renewed = _RENEWED_EACH
+            self._is_exponential = not self._likeness() and self._squares_from_exponential() < _SQUARES_MAX
+            self._lines.clear()
+
+    def _draw_lines(self) -> None:
         rests, lefts = [], []
         total = left = sum(self._counts)
         for step, begin in enumerate(_BEGINS):
@@ -179,7 +190,6 @@ class PauseLengths:
             rests.append(best if best < math.inf else 2.0 * begin)
             lefts.append(max(left / total, _LEAST_LEFT))
             left -= self._counts[step]
-        self._lines = []
         for step, (begin, end) in enumerate(zip(_BEGINS, _ENDS, strict=True)):
             is_last = step == _STEPS - 1
             rest_slope = rests[-1] / begin if is_last else (rests[step + 1] - rests[step]) / (end - begin)

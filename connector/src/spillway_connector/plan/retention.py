@@ -137,6 +137,9 @@ class Retention(Generic[_Key]):
     def _own(self, session: _Session[_Key], keys: Collection[_Key]) -> None:
         """The session is the last user of these chunks."""
         own, users_of = session.keys, self._users
+        if all(map(is_, map(users_of.get, keys), repeat(session))):  # used again: nobody else's
+            session.last = next(reversed(own), None)
+            return
         if users_of.keys().isdisjoint(keys) and self._ended.keys().isdisjoint(keys):  # stored just now: without a loop
             own.update(dict.fromkeys(keys))
             users_of.update(dict.fromkeys(keys, session))
@@ -299,7 +302,7 @@ class Retention(Generic[_Key]):
             leaving[key] = None
         if len(leaving) < count:
             return None
-        return list(leaving), [key for key in spared if key not in leaving]
+        return list(leaving), list(filterfalse(leaving.__contains__, spared))
 
     def _by_users(
         self, batches: Iterable[Sequence[_Key]]
@@ -336,14 +339,19 @@ class Retention(Generic[_Key]):
     ) -> Iterator[_Key]:
         """Chunks that one session uses and that may leave, from its end; the session that comes back last is first."""
         latest: list[tuple[float, float, int, _Session[_Key]]] = []
-        living, announced = 0, False
+        living, are_several = 0, False
         for number, session in enumerate(self._sessions.values()):
-            if session.tenant == tenant and (session.keys or session.due_at is not None):
-                living += living < _SESSIONS_MIN and not session.is_gone(now)
-                announced = announced or session.announced is not None
-                if session.keys and session is not asking and (due := session.due_from(now)) is not None:
+            if session.tenant != tenant:
+                continue
+            if session.keys:
+                if session is not asking and (due := session.due_from(now)) is not None:
                     latest.append((-due, -session.begun_at, number, session))
-        if living < _SESSIONS_MIN and not announced:
+            elif session.due_at is None:
+                continue
+            if not are_several:
+                living += not session.is_gone(now)
+                are_several = living >= _SESSIONS_MIN or session.announced is not None
+        if not are_several:
             return iter(())
         heapify(latest)
         return chain.from_iterable(

@@ -389,8 +389,9 @@ class PrefixLookupManager(OffloadingManager):
         )
         if room <= 0:
             return 0
-        rows = self.primary_tier
-        present = [key for key in prefix if key in rows.resident] if rows.free_rows() < room else []
+        rows, present = self.primary_tier, list[OffloadKey]()
+        if rows.free_rows() < room and not rows.resident.isdisjoint(prefix):
+            present = [key for key in prefix if key in rows.resident]
         written = rows.prepare_write([*present, *keys[:room]], req_context)
         if written is None:  # no room for all of them: as many as fit
             half = room // 2

@@ -218,31 +218,37 @@ class SchedulerHalf(ResettableHalf):
         Unlike upstream, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
         unknown, or whose load has failed before; and while a waiting request's answer is current it is not looked up.
         """
-        loads_nothing = request.skip_reading_prefix_cache or request.request_id in self._recompute_only
-        meetings = None if loads_nothing else self.meetings
+        meetings = self.meetings
         if meetings is not None:
-            meetings.consider(request)
+            if request.skip_reading_prefix_cache or request.request_id in self._recompute_only:
+                meetings = None  # it loads nothing
+            else:
+                meetings.consider(request)
         status = self._req_status[request.request_id]
-        prefix, answer = None if self._gridlock or max_num_new_tokens is not None else status.prefix, None
-        if prefix is not None and prefix.matched is not None:  # so the request's turn has come, and it may load
-            memo, step = self.manager.memo, self.manager.step or self.manager.begin_step()
+        # An answer that is kept: the request's turn has come, and it may load.
+        if (prefix := status.prefix) is None or (answer := prefix.matched) is None or max_num_new_tokens is not None:
+            answer = self._look_up(request, status, num_computed_tokens, max_num_new_tokens)
+        else:
+            manager = self.manager
+            memo, step = manager.memo, manager.step or manager.begin_step()
+            now = step.now
             if (
                 prefix.computed_tokens == num_computed_tokens
                 and prefix.total_tokens == request.num_tokens
                 # Most of the time one comparison: is_current's first two, without the call.
                 and (
-                    (prefix.stamp == memo.stamp and step.now < prefix.valid_until)
+                    (prefix.stamp == memo.stamp and now < prefix.valid_until)
                     or memo.is_current(prefix, request.request_id, step)
                 )
-                and (not self._being_loaded or prefix.matched[0] is None)
+                and (not self._being_loaded or answer[0] is None)
                 and not (status.has_adapter and (status.adapter is None or status.adapter.key is None))
+                and not self._gridlock
             ):
                 status.num_locally_computed_tokens = num_computed_tokens
-                if prefix.chunks and step.now - status.touched_at >= _TOUCH_SECONDS:
+                if prefix.chunks and now - status.touched_at >= _TOUCH_SECONDS:
                     self._touch(status)
-                answer = prefix.matched
-        if answer is None:
-            answer = self._look_up(request, status, num_computed_tokens, max_num_new_tokens)
+            else:
+                answer = self._look_up(request, status, num_computed_tokens, max_num_new_tokens)
         if meetings is not None and answer[0] is not None:
             keys = status.group_states[0].offload_keys[: request.num_tokens // self._chunk_tokens]
             if meetings.keeps_waiting(request, status.req_context, keys, num_computed_tokens + answer[0]):
@@ -277,7 +283,8 @@ class SchedulerHalf(ResettableHalf):
         answer = self._ask(request, num_computed_tokens, max_num_new_tokens)
         if status.counted_keys is None:
             self._uses.begin(status)
-            self._follow_answers()
+            if self.manager.answers is not None:
+                self._follow_answers()
         return answer
 
     def _follow_answers(self) -> None:
@@ -476,7 +483,8 @@ class SchedulerHalf(ResettableHalf):
             self._early_loads.abandon(status.transfer_jobs)
         if isinstance(status, RequestFields) and status.counted_keys is not None:
             self._uses.end(status, prompt_only=self.config.offload_prompt_only)
-            self._follow_answers()
+            if self.manager.answers is not None:
+                self._follow_answers()
         return super().request_finished(request)
 
     def fail_stores_of_replaced_adapters(self) -> None:
