@@ -772,7 +772,9 @@ class Engine:
         if (order := feature_of(half.features, QueueOrder)) is not None:
             assert not order._planned and not order._found, "requests that have ended are still in the queue's order"
         waiting = feature_of(half.features, WaitingRequests)
-        assert not waiting._arrived and not tier.waiting.kept and not len(tier.waiting), "kept for no request"
+        assert not waiting._arrived and not waiting._waited and not tier.waiting.kept and not len(tier.waiting), (
+            "kept for no request"
+        )
         if (late := half.late_stores) is not None:
             left = (late._jobs, late._copied_blocks, late._to_hold, late._held_blocks)
             assert not any(left), f"late stores: {left}"

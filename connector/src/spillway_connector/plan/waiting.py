@@ -81,7 +81,7 @@ class WaitingChunks(Generic[_Key]):
     """The requests that wait for what one tier holds.
 
     chunks_max: how many chunks may be kept. here: a view of the chunks that are in the tier. due_at: before this time,
-    `pass_time` has nothing to do.
+    `pass_time` has nothing to do. more: begins others that wait; called once, when it matters what is kept.
     """
 
     def __init__(self, chunks_max: int, here: AbstractSet[_Key]) -> None:
@@ -92,6 +92,7 @@ class WaitingChunks(Generic[_Key]):
         self._new: dict[str, _New[_Key]] = {}  # the same, of those that began to wait after them
         self._tenants: dict[bytes, _Tenant[_Key]] = {}
         self.due_at = math.inf
+        self.more: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -120,6 +121,11 @@ class WaitingChunks(Generic[_Key]):
         self._new[request] = _New(tenant, turn, keys, now)
         self.due_at = min(self.due_at, now + LOOK_SECONDS)
 
+    def expect(self, more: Callable[[], None], now: float) -> None:
+        """Requests wait that have not begun; at a look, at the latest in LOOK_SECONDS, `more` begins them."""
+        self.more = more
+        self.due_at = min(self.due_at, now + LOOK_SECONDS)
+
     def end(self, request: str) -> None:
         """The request has been admitted, has ended or has moved; nothing happens if it does not wait."""
         if self._new.pop(request, None) is not None:
@@ -135,7 +141,7 @@ class WaitingChunks(Generic[_Key]):
 
     def pass_time(self, now: float) -> None:
         """End those that have waited for SECONDS_MAX; look at all if one has waited for LOOK_SECONDS without a look."""
-        if self._new and now >= next(iter(self._new.values())).began_at + LOOK_SECONDS:
+        if self.more or (self._new and now >= next(iter(self._new.values())).began_at + LOOK_SECONDS):
             self._look()
         while self._waiting:
             request, waiting = next(iter(self._waiting.items()))
@@ -164,6 +170,9 @@ class WaitingChunks(Generic[_Key]):
 
     def _look(self) -> None:
         """Have the requests that began to wait since the last look keep what there is of their chunks."""
+        if (more := self.more) is not None:
+            self.more = None
+            more()
         if not self._new:
             return
         for request, new in self._new.items():

@@ -24,7 +24,8 @@ from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import tenant_of_context
 from spillway_connector.plan.waiting import Turn, WaitingChunks
 
-_REQUESTS_PER_STEP = 16  # whose keys are computed, which their turn does not do again
+# Whose keys are computed, which their turn does not do again, and those only if they matter (plan/waiting.py).
+_REQUESTS_PER_STEP = 16
 
 
 class WaitingRequests(Feature):
@@ -35,7 +36,9 @@ class WaitingRequests(Feature):
         self.chunks: WaitingChunks[OffloadKey] = manager.primary_tier.waiting
         self._manager = manager
         self._state_of = state_of
-        self._arrived: dict[str, RequestFields] = {}  # waiting since this step, or since a crowded one before
+        self._arrived: dict[str, RequestFields] = {}  # in this step
+        self._waited: dict[str, RequestFields] = {}  # before it, and not begun
+        self._waited_since = 0.0  # the first of these
         self._numbers = itertools.count()
 
     @override
@@ -50,7 +53,7 @@ class WaitingRequests(Feature):
     @override
     def ended(self, request_id: str) -> None:
         """Note that the request does not wait any more."""
-        if self._arrived.pop(request_id, None) is None:
+        if self._waited.pop(request_id, None) is None and self._arrived.pop(request_id, None) is None:
             self.chunks.end(request_id)
 
     @override
@@ -60,13 +63,21 @@ class WaitingRequests(Feature):
         for request_id in output.preempted_req_ids or ():
             status = self._state_of(request_id)
             if status is not None and status.req.status is RequestStatus.PREEMPTED:  # not resumed
-                self._begin(request_id, status, Turn(_priority(status), -next(self._numbers)))
+                self._begin(request_id, status, Turn(_priority(status), -next(self._numbers)), self._manager.now())
         if self._arrived:
-            for request_id in list(itertools.islice(self._arrived, _REQUESTS_PER_STEP)):
-                status = self._arrived.pop(request_id)
-                self._begin(request_id, status, Turn(_priority(status), next(self._numbers)))
+            if not self._waited:
+                self._waited_since = self._manager.step_time
+            self._waited.update(self._arrived)
+            self._arrived.clear()
+        if self._waited and self.chunks.more is None:
+            self.chunks.expect(self._begin_some, self._manager.step_time)
 
-    def _begin(self, name: str, status: RequestFields, turn: Turn) -> None:
+    def _begin_some(self) -> None:
+        for request_id in list(itertools.islice(self._waited, _REQUESTS_PER_STEP)):
+            status = self._waited.pop(request_id)
+            self._begin(request_id, status, Turn(_priority(status), next(self._numbers)), self._waited_since)
+
+    def _begin(self, name: str, status: RequestFields, turn: Turn, now: float) -> None:
         if status.req.skip_reading_prefix_cache:
             return
         status.update_offload_keys()
@@ -75,7 +86,7 @@ class WaitingRequests(Feature):
         if others:
             keys = [*keys, *(key for state in others for key in state.offload_keys)]
         if keys:
-            self.chunks.begin(name, tenant_of_context(status.req_context), turn, keys, self._manager.now())
+            self.chunks.begin(name, tenant_of_context(status.req_context), turn, keys, now)
 
 
 def _priority(status: RequestFields) -> float:
