@@ -94,11 +94,13 @@ class Conversations:
             ends.move_to_end(blocks[-1])
             return
         # What is an end already is one that several go on from.
-        conversation.ends = [block for block in blocks[-_ENDS_OF_PROMPT:] if block not in ends]
-        for block in conversation.ends:
-            ends[block] = conversation
-            if len(ends) > self._ends_max:
-                ends.popitem(last=False)
+        conversation.ends = new = []
+        for block in blocks[-_ENDS_OF_PROMPT:]:
+            if block not in ends:
+                ends[block] = conversation
+                new.append(block)
+        while len(ends) > self._ends_max:
+            ends.popitem(last=False)
 
     def _count_first_turn(self) -> None:
         self._first_turns += 1

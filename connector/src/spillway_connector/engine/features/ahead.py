@@ -54,10 +54,14 @@ class Owner(Protocol):
 @dataclass(slots=True, eq=False)
 class _Waiting:
     status: RequestFields
-    asker: ReqContext
     promoted: list[OffloadKey] = field(default_factory=list)
     keys: list[OffloadKey] | None = None  # None: not looked at yet
     expires_at: float = math.inf  # of a hint
+
+    @property
+    def asker(self) -> ReqContext:
+        """The name under which the shared tier looks its chunks up before its turn."""
+        return ReqContext(req_id=f"ahead of {self.status.req.request_id}")
 
 
 class AheadPromotions(Feature):
@@ -94,8 +98,7 @@ class AheadPromotions(Feature):
         """Note a request that has come. Its turn may be now or much later."""
         if self._rows_max:
             request_id = status.req.request_id
-            waiting = _Waiting(status, ReqContext(req_id=f"ahead of {request_id}"))
-            self.waiting[request_id] = self._due[request_id] = waiting
+            self.waiting[request_id] = self._due[request_id] = _Waiting(status)
 
     def turn_came(self, status: RequestFields) -> None:
         """Settle the promotion of a request that vLLM asks about for the first time."""
@@ -124,8 +127,7 @@ class AheadPromotions(Feature):
         now = self._manager.now()
         self._hashes_due_at = now + hashing_seconds / _HASHING_SHARE_MAX
         name = status.req.request_id
-        hint = _Waiting(status, ReqContext(req_id=f"ahead of {name}"), expires_at=now + HINT_SECONDS)
-        self._hints[name] = self._due_hints[name] = hint
+        self._hints[name] = self._due_hints[name] = _Waiting(status, expires_at=now + HINT_SECONDS)
 
     def _use_hints(self, status: RequestFields) -> None:
         """Count the hints that were right, because the turn of a request with their prefix has come."""

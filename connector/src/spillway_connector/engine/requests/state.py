@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import concat
 from typing import Any, NamedTuple, cast
 
 from typing_extensions import override
@@ -96,5 +98,5 @@ class RequestFields(RequestOffloadState):
             if begin < len(hashes):
                 group = make_offload_key(adapter_key, config.group_idx)
                 wanted = hashes[begin::factor] if begin or factor > 1 else hashes
-                state.offload_keys += cast(list[OffloadKey], [block_hash + group for block_hash in wanted])
+                state.offload_keys += cast(Iterable[OffloadKey], map(concat, wanted, repeat(group)))
         self._known_counts = len(self.req.block_hashes), len(self.group_states[0].offload_keys)

@@ -283,8 +283,7 @@ class SchedulerHalf(ResettableHalf):
         answer = self._ask(request, num_computed_tokens, max_num_new_tokens)
         if status.counted_keys is None:
             self._uses.begin(status)
-            if self.manager.answers is not None:
-                self._follow_answers()
+            self._follow_answers()
         return answer
 
     def _follow_answers(self) -> None:
@@ -483,8 +482,7 @@ class SchedulerHalf(ResettableHalf):
             self._early_loads.abandon(status.transfer_jobs)
         if isinstance(status, RequestFields) and status.counted_keys is not None:
             self._uses.end(status, prompt_only=self.config.offload_prompt_only)
-            if self.manager.answers is not None:
-                self._follow_answers()
+            self._follow_answers()
         return super().request_finished(request)
 
     def fail_stores_of_replaced_adapters(self) -> None:
