@@ -137,7 +137,7 @@ class Retention(Generic[_Key]):
     def _own(self, session: _Session[_Key], keys: Collection[_Key]) -> None:
         """The session is the last user of these chunks."""
         own, users_of = session.keys, self._users
-        if all(map(is_, map(users_of.get, keys), repeat(session))):  # used again: nobody else's
+        if all(map(is_, map(users_of.get, keys), repeat(session))):  # used again
             session.last = next(reversed(own), None)
             return
         if users_of.keys().isdisjoint(keys) and self._ended.keys().isdisjoint(keys):  # stored just now: without a loop

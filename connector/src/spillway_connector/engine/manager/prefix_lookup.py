@@ -305,8 +305,7 @@ class PrefixLookupManager(OffloadingManager):
         state = step.condition
         if state.passes or self._prefix_tier is None or request_id in self._never_probing:
             return state
-        passes = self._gates[self._prefix_tier].passes(request_id, self.prefill_rate, step.now)
-        return TierState(passes, state.open)
+        return TierState(self._gates[self._prefix_tier].passes(request_id, self.prefill_rate, step.now), state.open)
 
     def _answer(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, wait: Wait, step: Step[TierState]

@@ -220,35 +220,32 @@ class SchedulerHalf(ResettableHalf):
         """
         meetings = self.meetings
         if meetings is not None:
-            if request.skip_reading_prefix_cache or request.request_id in self._recompute_only:
-                meetings = None  # it loads nothing
+            if request.skip_reading_prefix_cache or request.request_id in self._recompute_only:  # it loads nothing
+                meetings = None
             else:
                 meetings.consider(request)
         status = self._req_status[request.request_id]
-        # An answer that is kept: the request's turn has come, and it may load.
-        if (prefix := status.prefix) is None or (answer := prefix.matched) is None or max_num_new_tokens is not None:
-            answer = self._look_up(request, status, num_computed_tokens, max_num_new_tokens)
-        else:
-            manager = self.manager
-            memo, step = manager.memo, manager.step or manager.begin_step()
-            now = step.now
+        prefix, answer = status.prefix, None
+        if prefix is not None and prefix.matched is not None and max_num_new_tokens is None:  # its turn has come
+            memo, step = self.manager.memo, self.manager.step or self.manager.begin_step()
             if (
                 prefix.computed_tokens == num_computed_tokens
                 and prefix.total_tokens == request.num_tokens
                 # Most of the time one comparison: is_current's first two, without the call.
                 and (
-                    (prefix.stamp == memo.stamp and now < prefix.valid_until)
+                    (prefix.stamp == memo.stamp and step.now < prefix.valid_until)
                     or memo.is_current(prefix, request.request_id, step)
                 )
-                and (not self._being_loaded or answer[0] is None)
+                and (not self._being_loaded or prefix.matched[0] is None)
                 and not (status.has_adapter and (status.adapter is None or status.adapter.key is None))
                 and not self._gridlock
             ):
                 status.num_locally_computed_tokens = num_computed_tokens
-                if prefix.chunks and now - status.touched_at >= _TOUCH_SECONDS:
+                if prefix.chunks and step.now - status.touched_at >= _TOUCH_SECONDS:
                     self._touch(status)
-            else:
-                answer = self._look_up(request, status, num_computed_tokens, max_num_new_tokens)
+                answer = prefix.matched
+        if answer is None:
+            answer = self._look_up(request, status, num_computed_tokens, max_num_new_tokens)
         if meetings is not None and answer[0] is not None:
             keys = status.group_states[0].offload_keys[: request.num_tokens // self._chunk_tokens]
             if meetings.keeps_waiting(request, status.req_context, keys, num_computed_tokens + answer[0]):
@@ -334,25 +331,21 @@ class SchedulerHalf(ResettableHalf):
         return found
 
     def _only_last_chunk_missing(self, req_status: RequestOffloadState) -> bool:
-        """Whether the device's prefix cache holds all of the prompt except its last block, which no hit covers whole.
-
-        To load that block costs an engine step, and often a wait until it has been stored."""
+        """Whether the device lacks only the prompt's last block: to load it costs a step, and often a wait."""
         computed = req_status.num_locally_computed_tokens
         return computed > 0 and req_status.req.num_tokens - computed <= self._largest_chunk_tokens
 
     def _touch(self, req_status: RequestOffloadState) -> None:
         """Mark the request's chunks as recently used, at most once per _TOUCH_SECONDS."""
         assert isinstance(req_status, RequestFields)
-        now = self.manager.step_time
-        if now - req_status.touched_at >= _TOUCH_SECONDS:
+        if (now := self.manager.step_time) - req_status.touched_at >= _TOUCH_SECONDS:
             req_status.touched_at = now
             self._touch_chunks(req_status)
 
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Upstream's contract; a load whose chunks are not all ready becomes an EarlyLoad instead of a job's spec."""
-        prefix = self._req_status[request.request_id].prefix
-        if prefix is not None:
+        if (prefix := self._req_status[request.request_id].prefix) is not None:
             prefix.matched = None
         written, self._current_batch_allocated_block_ids = self._current_batch_allocated_block_ids, set()
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -452,10 +445,10 @@ class SchedulerHalf(ResettableHalf):
                     # Upstream completes every store as successful, so the manager is informed first.
                     self.manager.fail_store(status.keys)
                 elif status is not None:  # else a reset has dropped it
-                    request_state = self._req_status.get(status.req_id)
-                    if request_state is not None and not request_state.req.is_finished():
+                    state = self._req_status.get(status.req_id)
+                    if state is not None and not state.req.is_finished():
                         self._recompute_only.add(status.req_id)
-                        if (prefix := request_state.prefix) is not None:
+                        if (prefix := state.prefix) is not None:
                             prefix.matched = None
         if isinstance(meta, SpillwayWorkerMetadata) and meta.completed_jobs:
             with self.manager.primary_tier.together():
