@@ -26,11 +26,11 @@ from .environments import interpreter
 from .rules import CELLS_TESTED, OTHER_VLLM, ROOT, STACK_TESTS, WITHOUT_ENGINE, Lane
 
 # A worker of the quick lane holds vLLM and a Valkey: 1.5 GB. An engine takes up to 5 GB, and the start of one, which is
-# most of its test, uses one core; a file's tests share engines, so they stay together.
+# most of its test, uses one core. A file's tests share engines, or a run of vLLM's own tests, so they stay together.
 WORKERS_MOST = {Lane.UNIT: 8, Lane.QUICK: 4, Lane.ENGINE: 2, Lane.OTHER_VLLM: 2}
 # Tests of these lanes wait for a disk, a server or a deadline during a good part of their time.
 WORKERS_PER_CORE = {Lane.UNIT: 2, Lane.QUICK: 2}
-WHOLE_FILES = {Lane.ENGINE, Lane.OTHER_VLLM}
+WHOLE_FILES = {Lane.QUICK, Lane.ENGINE, Lane.OTHER_VLLM}
 # In the order in which they are found: by default files of few tests come last, and a slow one would run alone.
 BY_FILE = ("loadfile", "--no-loadscope-reorder")
 # Compiled modules and rewritten assertions are kept in __pycache__: 9 s of CPU for each worker of the unit lane.

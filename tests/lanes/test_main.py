@@ -20,8 +20,8 @@ from lanes.small_repository import run_in_repository
 def test_lanes_use_the_cores_and_a_stack_runs_alone() -> None:
     commands = {lane: runner.command(lane, "quick", 2, ["-x"]) for lane in Lane}
     assert "-n" in commands[Lane.UNIT] and "-n" in commands[Lane.QUICK]
-    # The engines of a file's fixtures start once.
-    assert "loadfile" in commands[Lane.ENGINE] and "loadfile" in commands[Lane.OTHER_VLLM]
+    # What a file's fixtures start, starts once.
+    assert all("loadfile" in commands[lane] for lane in (Lane.QUICK, Lane.ENGINE, Lane.OTHER_VLLM))
     assert "-n" not in commands[Lane.FULL] and commands[Lane.FULL][-1] == "-x"
     assert "-n" not in runner.command(Lane.UNIT, "quick", 1, [])
     few = runner.command(Lane.QUICK, "quick", 64, [])
