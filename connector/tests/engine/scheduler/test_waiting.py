@@ -99,6 +99,27 @@ def test_what_waits_in_the_queue_is_there_at_its_turn_although_it_was_used_longe
     assert rig.tier.ready == {key for name in "adef" for key in keys(name)}
 
 
+def test_nothing_is_done_for_a_request_that_waits_until_a_chunk_is_to_leave(rig):
+    rig.arrive("a")
+    rig.step()
+    rig.step()
+    (state,) = rig.half.known_state("a").group_states
+    assert not state.offload_keys
+
+    rig.store("e")
+    assert rig.kept() == {"a"} and state.offload_keys == keys("a")
+
+
+def test_of_many_requests_that_wait_only_some_are_begun_in_a_step(rig):
+    for number in range(20):
+        rig.arrive(f"{number:02}")
+    rig.step()
+    assert not rig.tier.waiting.kept and len(rig.tier.waiting) == 16
+
+    rig.step()
+    assert not rig.tier.waiting.kept and len(rig.tier.waiting) == 20
+
+
 def test_a_request_whose_turn_is_at_once_keeps_nothing(rig):
     request = rig.arrive("a")
     rig.half.get_num_new_matched_tokens(request, 0)
