@@ -162,14 +162,15 @@ def test_every_label_is_documented():
     assert {name: labels for name, labels in missing.items() if labels} == {}
 
 
-# A member of kv_transfer_params, a utility of EngineCore, and what `make bench-system` and `bench-routing` simulate.
+# A member of kv_transfer_params, utilities of EngineCore, and the systems and policies that benches compare.
 SYSTEM = re.compile(r'^    "(spillway_\w+)": ', re.MULTILINE)
 POLICY = re.compile(r'^        "(spillway_\w+)": lambda', re.MULTILINE)
-SIMULATED = {
+COMPARED = {
     *SYSTEM.findall((ROOT / "bench" / "system" / "systems.py").read_text()),
+    *SYSTEM.findall((ROOT / "bench" / "system" / "device_run.py").read_text()),
     *POLICY.findall((ROOT / "bench" / "routing.py").read_text()),
 }
-NO_SERIES = {"spillway_session", "spillway_promote", "spillway_settle", "spillway_weights"} | SIMULATED
+NO_SERIES = {"spillway_session", "spillway_promote", "spillway_settle", "spillway_weights"} | COMPARED
 
 
 def test_series_that_the_pages_name_exist(own_series, known_series):
@@ -180,7 +181,7 @@ def test_series_that_the_pages_name_exist(own_series, known_series):
     packages = {path.name for pattern in ("*", "services/*") for path in ROOT.glob(f"{pattern}/src/spillway_*")}
     others = named - known - packages - NO_SERIES
 
-    assert "spillway_tier_lookups_total" in named and "spillway_cpu" in SIMULATED
+    assert "spillway_tier_lookups_total" in named and {"spillway_cpu", "spillway_pinned"} <= COMPARED
     assert [name for name in others if not (name.endswith("_") and any(one.startswith(name) for one in known))] == []
 
 
