@@ -43,7 +43,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotOwn(OSError):
-    """Something else lies in the place of a file or folder of the store. It was neither read nor changed."""
+    """Error: something else lies in the place of a file or folder of the store. It was neither read nor changed."""
 
     def __init__(self, path: AnyPath, what: str) -> None:
         super().__init__(errno.ELOOP, f"{os.fspath(path)} is {what}, not a file of this store; remove it")

@@ -113,7 +113,8 @@ def copy_spans(direction: Direction, plan: CopyPlan) -> None:
 
 
 def _copy_in_one_call(target: Addresses, source: Addresses, sizes: Addresses) -> bool:
-    """False if the kernel refuses the call or stops early (a strict seccomp profile): copy in another way."""
+    """Copy all pieces in one call; return False if the kernel refuses the call or stops early (a strict seccomp
+    profile), so that the caller copies in another way."""
     spans_to, spans_from = _iovecs(target, sizes), _iovecs(source, sizes)
     count = len(sizes)
     moved = _process_vm_readv(os.getpid(), spans_to.ctypes.data, count, spans_from.ctypes.data, count, 0)

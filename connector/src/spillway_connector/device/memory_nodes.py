@@ -11,7 +11,8 @@ _NODES_WITH_MEMORY = _NODES / "has_memory"
 
 
 def has_several_memory_nodes(listing: Path = _NODES_WITH_MEMORY) -> bool:
-    """False if the kernel does not say: `0` is one node, `0-3` and `0,2` are several."""
+    """Whether the machine has several memory nodes (`0` is one, `0-3` and `0,2` are several); False if the kernel does
+    not say."""
     try:
         text = listing.read_text().strip()
     except OSError:

@@ -89,7 +89,8 @@ class HostPin:
 def pin_host_memory(
     address: int, num_rows: int, row_bytes: int, registrars: list[Registrar], chunk_bytes: int = CHUNK_BYTES
 ) -> HostPin:
-    """Never raises: memory that cannot be pinned is used as it is, with a loud log line and a metric.
+    """Pin the rows without ever raising: memory that cannot be pinned is used as it is, with a loud log line and a
+    metric.
 
     The calling thread has set its device. The memory is page-aligned and rows are whole pages.
     """
@@ -126,7 +127,7 @@ def row_chunks(address: int, num_rows: int, row_bytes: int, chunk_bytes: int) ->
 
 
 def _register(registrar: Registrar, chunks: tuple[Chunk, ...]) -> str | None:
-    """None, or why it failed, with nothing left registered."""
+    """Register all chunks and return None, or register none and return why."""
     for position, chunk in enumerate(chunks):
         try:
             registrar.register(chunk.address, chunk.size_bytes)

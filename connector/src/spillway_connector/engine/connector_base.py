@@ -258,7 +258,7 @@ class ConnectorBase(OffloadingConnector):
         self._half.bind_device_blocks(gpu_block_pool)
 
     def copies_under_way(self) -> bool:
-        """Between the device and the CPU tier. EngineCore process, scheduler thread."""
+        """Whether copies between the device and the CPU tier are under way. EngineCore process, scheduler thread."""
         return self._half.copies_under_way()
 
     def settle(self, seconds: float) -> Unsettled:
@@ -276,7 +276,8 @@ class ConnectorBase(OffloadingConnector):
 
     @override
     def reset_cache(self) -> bool:
-        """Unlike vLLM's, reset nothing and return False if vLLM could not reset the device's prefix cache."""
+        """Reset the CPU tier together with the device; if vLLM could not reset the device's prefix cache, reset
+        nothing and return False. vLLM's own connector resets its tier in that case, too."""
         return self._half.reset_with_device()
 
     def loads_within_steps(self, block_ids: Set[int]) -> bool:

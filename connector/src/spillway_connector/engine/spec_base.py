@@ -171,7 +171,8 @@ class SpecBase(OffloadingSpec):
         return "private" if self._node is None else "shared"
 
     def _open_facts_region(self, region: HostRegion) -> HostRegion:
-        """Where each rank tells the scheduler's process of its caches: row 0, unless it holds others' chunks."""
+        """Open the memory in which each rank tells the scheduler's process of its caches: row 0, unless it holds
+        others' chunks."""
         return region if self._node is None else HostRegion(region_path(self._region_id), 1, self.geometry.row_bytes)
 
     @property

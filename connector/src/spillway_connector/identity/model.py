@@ -207,7 +207,8 @@ def _safetensors_sample(path: Path) -> bytes:
 
 
 def _tensors_sample(path: Path) -> bytes:
-    """By the format of huggingface/safetensors, README."""
+    """Take a sample of every tensor of a safetensors file, whose format huggingface/safetensors describes in its
+    README."""
     size = path.stat().st_size
     with path.open("rb") as file:
         (header_bytes,) = struct.unpack("<Q", file.read(8))

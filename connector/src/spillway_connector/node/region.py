@@ -246,7 +246,8 @@ class NodeRegion:
 
     @property
     def is_whole(self) -> bool:
-        """False: someone has cut or overwritten the index, or cut the rows, and nothing in them counts any more."""
+        """Whether the region can be used. If not, a process has cut or overwritten the index, or cut the rows, and
+        nothing in them counts any more."""
         return self._watched.is_whole and self.memory.is_whole and self.index.identity == self._identity
 
     def require_files(self) -> None:

@@ -88,7 +88,7 @@ class Conversations:
         return conversation if block == blocks[-1] or block in conversation.ends else None
 
     def _end(self, conversation: _Conversation, blocks: Sequence[bytes]) -> None:
-        """This is the conversation's newest prompt, unless it was asked before."""
+        """Make this prompt the end of the conversation, as its newest, unless it was asked before."""
         ends = self._ends
         if blocks[-1] in ends:
             ends.move_to_end(blocks[-1])

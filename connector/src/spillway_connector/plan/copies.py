@@ -90,7 +90,7 @@ def join_plans(plans: Sequence[CopyPlan]) -> CopyPlan:
 
 
 def _place(total_bytes: int, part: int, parts: int) -> int:
-    """Where a share begins, in bytes."""
+    """First byte of a share."""
     if part == parts:
         return total_bytes
     return total_bytes * part // parts // _SHARE_ALIGNMENT_BYTES * _SHARE_ALIGNMENT_BYTES

@@ -26,7 +26,8 @@ Rows = tuple[tuple[ByteCount, Path], ...]
 
 
 class CopyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Per direction: (pieces up to this many bytes, path), ascending; beyond the last row, batch.
+    """Paths of copies, per direction: (pieces up to this many bytes, path), ascending; larger pieces than in the last
+    row go in a batch.
 
     Read from {"store": [[65536, "staged"]], "load": []}, as bench-copy writes it.
     """

@@ -43,7 +43,7 @@ class ChunkGeometry:
         return self.num_ranks // self.stages
 
     def cell_of(self, rank: int) -> int:
-        """Where the KV of a rank begins, in bytes from the start of a row."""
+        """Offset of a rank's KV in a row, in bytes."""
         return (rank // self.stage_ranks if self.one_cell else rank) * self.rank_cell_bytes
 
     def store_share(self, rank: int) -> tuple[int, int]:

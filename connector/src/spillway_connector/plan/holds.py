@@ -88,7 +88,7 @@ class Holds(Generic[_Key]):
         return now < self.held_until(key)
 
     def held_until(self, key: _Key) -> float:
-        """When the hold of a chunk ends or has ended; 0.0 if it was never held."""
+        """Return when the hold of a chunk ends or has ended; 0.0 if it was never held."""
         span = self._spans.get(key)
         return 0.0 if span is None else span.until[key]
 

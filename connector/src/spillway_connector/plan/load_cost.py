@@ -121,7 +121,7 @@ def loading_pays(
 
 
 def behind_after(received_chunks: float, chunks: int, seconds_per_chunk: float, latency_seconds: float) -> float:
-    """After how many seconds a load is to be given up because computing has overtaken it, if no more arrives.
+    """Return the seconds after which a load is to be given up because computing has overtaken it, if no more arrives.
 
     During BEHIND_SHARE of the time that computing all of it would take, the load is not judged; after that more must
     have arrived than would have been computed. So a load that is too slow from its beginning costs that share, whatever

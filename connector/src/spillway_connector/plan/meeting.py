@@ -1,4 +1,4 @@
-"""Where a prefix that is computed from its front and loaded from its back meets. Pure.
+"""The chunk at which a prefix meets that is computed from its front and loaded from its back. Pure.
 
 If a tier is slower than computing, loading a whole prefix is a loss, but loading its end is not: computing and loading
 go on at the same time, at `c` and `l` chunks a second, and n chunks take n / (c + l) seconds instead of n / c.

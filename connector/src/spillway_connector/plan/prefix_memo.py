@@ -85,12 +85,13 @@ class PresenceIndex:
         return len(self._order)
 
     def get(self, key: bytes, now: float) -> bool | None:
-        """True, False, or None if there is no valid answer at ``now``."""
+        """Return whether the key is present, or None if there is no valid answer at ``now``."""
         expiry = self._shards[hash(key) % _SHARDS].get(key)
         return None if expiry is None or now >= abs(expiry) else expiry > 0
 
     def get_many(self, keys: Iterable[bytes]) -> list[float | None]:
-        """Per key: None, or when its answer expires, negative if the answer is "absent"; the caller compares."""
+        """Return for each key when its answer expires, negative if the answer is "absent", or None; the caller
+        compares it with the time."""
         shards = self._shards
         return [shards[hash(key) % _SHARDS].get(key) for key in keys]
 
@@ -100,7 +101,7 @@ class PresenceIndex:
         return {key for key, expiry in zip(keys, expiries, strict=True) if expiry is not None and expiry > now}
 
     def absent_until(self, key: bytes) -> float:
-        """When the answer "absent" for the key expires. Raises KeyError if the key has no answer."""
+        """Return when the answer "absent" for the key expires. Raises KeyError if the key has no answer."""
         return -self._shards[hash(key) % _SHARDS][key]
 
     def put(self, key: bytes, present: bool, now: float) -> None:

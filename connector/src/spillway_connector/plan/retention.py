@@ -212,7 +212,7 @@ class Retention(Generic[_Key]):
             self._ended.update(dict.fromkeys(reversed(self._release(session)), session))
 
     def forget(self, keys: Collection[_Key]) -> None:
-        """These chunks have left the tier."""
+        """Forget these chunks, which have left the tier."""
         if self._ended:
             deque(map(self._ended.pop, keys, repeat(None)), maxlen=0)
         for key, users in zip(keys, map(self._users.pop, keys, repeat(None)), strict=True):
@@ -231,7 +231,8 @@ class Retention(Generic[_Key]):
         self._ended.clear()
 
     def gone(self, count: int, oldest_first: Iterable[_Key], leavable: Leavable[_Key], now: float) -> list[_Key]:
-        """Up to `count` chunks of sessions that have ended or are gone; the search ends at the oldest that is not.
+        """Find up to `count` chunks of sessions that have ended or are gone; the search ends at the oldest that is
+        not.
 
         oldest_first, leavable: as of `plan_eviction`.
         """
@@ -317,8 +318,8 @@ class Retention(Generic[_Key]):
                 at = end
 
     def _first_to_leave(self, count: int, leavable: Leavable[_Key]) -> dict[_Key, None]:
-        """Up to `count` chunks of sessions that have ended. If such a session has a request after all, it has not
-        ended, and its chunks leave in their own turn again."""
+        """Choose up to `count` chunks of sessions that have ended. If such a session has a request after all, it has
+        not ended, and its chunks leave in their own turn again."""
         if not self._ended:
             return {}
         not_over: list[_Key] = []

@@ -1,4 +1,4 @@
-"""When sessions come back: what requests say of their session, and what their pauses tell.
+"""Estimates of when sessions come back, from what requests say of their session and from its earlier pauses.
 
 A session is expected after the seconds that its client announces, or else after its own usual pause once it has come
 back. If such pauses are chance, the tenant's pauses say how long an idle session stays away (plan/pauses.py), and the
@@ -56,7 +56,7 @@ _REQUESTS_COUNTED = 64  # of a session; those that follow count as the last of t
 
 
 def expected_at(due_at: float, late_at: float, now: float) -> float:
-    """When an idle session comes back, as known now; infinity: it has ended.
+    """Return when an idle session is expected back, as known now; infinity if it has ended.
 
     The longer a session is overdue, the later it is expected: it may have ended without saying so, whatever its client
     announced before.
@@ -272,8 +272,9 @@ class SessionTimes:
         return self.is_gone(now) if self.due_at is not None else now > self.used_at + LATE_SECONDS_MIN
 
     def due_from(self, now: float) -> float | None:
-        """When its chunks are used next, as known now. None: unknown, infinity: never. A session whose request waits
-        needs them at once; one whose request runs needs them when the request has ended and the pause is over."""
+        """Return when the session's chunks are used next, as known now; None if that is unknown, infinity if they
+        never are. A session whose request waits needs them at once; one whose request runs needs them when the request
+        has ended and the pause is over."""
         if self.due_at is None:
             return now if self.waits else None
         if now <= self.due_at and not self.running and not self.habits.chance:

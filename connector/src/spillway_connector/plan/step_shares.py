@@ -226,8 +226,8 @@ class StepShares:
                 self._had_room |= party in self._others
 
     def passed_over(self, parties: Iterable[Party]) -> None:
-        """Their step has computed nothing of them: blocks are short, say, or prefixes are looked up. These parties get
-        no step until another party has computed something, or until no party can."""
+        """Note that a step of these parties has computed nothing of them, because blocks are short or prefixes are
+        looked up, for example. They get no step until another party has computed something, or until no party can."""
         self._passed_over.update(parties)
         self._had_room &= self._others.isdisjoint(self._passed_over)
 

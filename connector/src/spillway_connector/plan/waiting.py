@@ -35,7 +35,8 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class Turn(NamedTuple):
-    """When a request's turn comes: the least first. number: differs between requests of one priority."""
+    """A request's place in the order of turns; the least comes first. number: differs between requests of one
+    priority."""
 
     priority: float
     number: int

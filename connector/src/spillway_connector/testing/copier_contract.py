@@ -42,7 +42,7 @@ class CopierRig(Protocol):
         """Jobs that are submitted from now on move no byte before :meth:`release`."""
 
     def release(self) -> None:
-        """May be called from another thread."""
+        """End the wait; any thread may call this."""
 
     def fail_next(self) -> None:
         """The copies of the job that is submitted next fail, those of no other. Called with no job in flight."""
@@ -65,7 +65,7 @@ class CopierContract:
             assert np.array_equal(rig.device, device) and np.array_equal(rig.host, host)
 
     def test_jobs_run_in_the_order_of_their_submission(self, make_rig: MakeRig) -> None:
-        """Later jobs overwrite what earlier ones wrote."""
+        """A later job overwrites what an earlier one wrote."""
         for direction in Direction:
             rig = filled(make_rig(direction))
             jobs = random_jobs(seed=3, count=30)

@@ -77,7 +77,7 @@ def some_bits(frames: Frames, lots: random.Random) -> Mapping[int, bytes]:
 
 
 def header_field(frames: Frames, lots: random.Random) -> Mapping[int, bytes]:
-    """Some aligned 2, 4 or 8 bytes of the header take another value."""
+    """Give some aligned 2, 4 or 8 bytes of the header another value."""
     place = _place(frames, lots)
     size = lots.choice((2, 4, 8))
     at = frames[place].index(MAGIC) + lots.randrange(HEADER_BYTES // size) * size
@@ -372,7 +372,7 @@ def damage_once(shelf: Shelf, kind: str, lots: random.Random, outcomes: Outcomes
 
 
 def mix_writers_once(shelf: PartsShelf, lots: random.Random, outcomes: Outcomes) -> None:
-    """Some parts of a block are those of another writer of the same key."""
+    """Replace some parts of a block by those of another writer of the same key."""
     frame = lots.randrange(len(shelf.frames) - 1)
     shelf.put(frame, shelf.rivals[frame])
     outcomes[shelf.name, "parts of two writers", outcome_of(shelf, shelf.block_of(frame))] += 1

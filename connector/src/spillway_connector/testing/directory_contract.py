@@ -310,7 +310,7 @@ def _kinds_of_files(root: Path) -> Iterator[Path]:
 
 
 def _without_mapped(seen: dict[str, tuple[object, ...]]) -> dict[str, tuple[object, ...]]:
-    """Without the store's own files that lie there now: a process that had them open may go on with them."""
+    """Leave out the store's own files that lie there now: a process that had them open may go on with them."""
     return {path: facts for path, facts in seen.items() if path.endswith("-of-the-node")}
 
 

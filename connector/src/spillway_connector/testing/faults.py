@@ -47,7 +47,7 @@ class TierWrapper(WrappedTier):
         self.tier.load(key, target, deadline)
 
     def in_memory(self, key: bytes, deadline: float) -> BlockInMemory | None:
-        """None, so that loads go through :meth:`load`, where faults are injected."""
+        """Return None, so that loads go through :meth:`load`, where faults are injected."""
         return None
 
     def store(self, key: bytes, source: memoryview, deadline: float, tenant: bytes = NO_TENANT) -> StoreOutcome:

@@ -30,7 +30,7 @@ class Retaining(Protocol):
 
     @property
     def honours_holds(self) -> bool:
-        """False for a store of which the engine decides nothing."""
+        """Whether the store honours holds; False if an engine decides nothing of it."""
         ...
 
     def store(self, chunks: Iterable[int], tenant: bytes = NO_TENANT) -> None: ...

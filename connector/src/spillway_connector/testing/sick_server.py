@@ -12,7 +12,7 @@ RECEIVE_BYTES = 65536
 
 
 class Gesture(Enum):
-    """Something a server does to a connection other than sending."""
+    """An act of a server on a connection other than sending."""
 
     HALF_CLOSE = "no more will be sent, but what comes is still read"
 

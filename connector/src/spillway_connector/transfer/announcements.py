@@ -37,7 +37,7 @@ class Announcement(NamedTuple):
 
 
 class _Recent:
-    """When keys were announced last, for a bounded number of them."""
+    """Times at which keys were announced last, for a bounded number of them."""
 
     def __init__(self) -> None:
         self._at: dict[bytes, float] = {}

@@ -202,7 +202,7 @@ class Demotions:
                 return
 
     def _copy(self, chunk: IdleChunk, buffer: memoryview, call: Call) -> bool:
-        """False: the tier below does not take it."""
+        """Copy a chunk to the tier below. Returns False if that tier does not take it."""
         deadline = call.deadline = self._clock() + self._store_seconds
         try:
             self._read(chunk.key, buffer, deadline)

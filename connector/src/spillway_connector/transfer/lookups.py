@@ -80,7 +80,8 @@ class _Wait:
     pages: set[_Page] = field(default_factory=set)
 
     def expires_at(self, now: float) -> float:
-        """Never while an answer waits to be taken in: that delay is this process's, not the tier's."""
+        """Return when the wait is over; never while an answer waits to be taken in, as that delay is this process's,
+        not the tier's."""
         if not self.pages:
             return now + self.left_seconds
         return math.inf if any(page.answered for page in self.pages) else self.since + self.left_seconds
@@ -175,7 +176,7 @@ class TierLookups:
         return self._lookup_breaker.would_allow() and self._load_breaker.would_allow()
 
     def lookup(self, key: bytes, request_id: str) -> Lookup:
-        """Never blocks. A PENDING key is asked for at the next :meth:`flush`."""
+        """Look up one key without blocking. A PENDING key is asked for at the next :meth:`flush`."""
         return self.lookup_batch((key,), request_id).found[0]
 
     def lookup_batch(self, keys: Sequence[bytes], request_id: str) -> Answers:

@@ -208,7 +208,7 @@ class Movers:
             self._tokens.put(None)
 
     def oldest_store_queued_at(self) -> float | None:
-        """When the oldest store that waits for a thread was submitted."""
+        """Return when the oldest store that waits for a thread was submitted."""
         try:
             return self._jobs[Operation.STORE][0].queued_at
         except IndexError:
@@ -276,7 +276,8 @@ class Movers:
                 return
 
     def _run_store(self, worker: _Worker, bounce: memoryview) -> bool:
-        """False when there is no store, or enough threads are storing: the worker that ends one takes the next."""
+        """Run one store. Returns False if there is none, or if enough threads are storing: the worker that ends one
+        takes the next."""
         if not self._jobs[Operation.STORE] or not self._store_slots.acquire(blocking=False):
             return False
         worker.slot = True

@@ -142,7 +142,7 @@ class CudaStaging:
             self._driver.copy_each(self._direction, spans, stream)
 
     def close(self) -> None:
-        """When nothing of the direction runs any more."""
+        """Free what the direction holds; the caller makes sure that nothing of it runs any more."""
         try:
             self._cleanup.close()
         except CudaError:

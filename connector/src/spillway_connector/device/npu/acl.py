@@ -301,7 +301,8 @@ class Acl:
         self._call("aclrtRecordEvent", event, stream)
 
     def event_complete(self, event: int) -> bool:
-        """False also when a task before it failed: only synchronising the stream reports that."""
+        """Whether an event is complete; False also if a task before it failed, which only synchronising the stream
+        reports."""
         status = ctypes.c_int()
         self._call("aclrtQueryEventStatus", event, ctypes.byref(status))
         return status.value == 1

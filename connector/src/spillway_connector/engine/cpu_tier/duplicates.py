@@ -22,12 +22,12 @@ class Duplicates(Protocol):
         """
 
     def put_back(self, spare: list[tuple[OffloadKey, ReqContext]], /) -> None:
-        """These chunks stay in the CPU tier after all."""
+        """Take these chunks back: they stay in the CPU tier after all."""
 
     def gave_up(
         self, spare: list[tuple[OffloadKey, ReqContext]], gone: list[OffloadKey], others: list[OffloadKey], /
     ) -> None:
-        """These chunks have left the CPU tier.
+        """Note that these chunks have left the CPU tier.
 
         Args:
             spare: Some of those that were taken.

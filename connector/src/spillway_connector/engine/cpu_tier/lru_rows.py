@@ -226,7 +226,7 @@ class LruRows(CpuTier):
         return missing <= 0 or len(self._left_behind(missing, frozenset())) == missing
 
     def _left_behind(self, count: int, kept: AbstractSet[OffloadKey]) -> list[OffloadKey]:
-        """Up to `count` chunks that sessions which are gone have left, and that may leave."""
+        """Find up to `count` chunks that gone sessions have left and that may leave."""
         now, passed = self._clock(), list[OffloadKey]()
         gone = self._retention.gone(count, self._rows, self._leavable(count, kept, now, passed), now)
         self._retention.use_without_session(passed)
@@ -313,7 +313,8 @@ class LruRows(CpuTier):
     def _evict_with_sessions(
         self, count: int, kept: AbstractSet[OffloadKey], req_context: ReqContext, now: float
     ) -> list[OffloadKey] | None:
-        """None if fewer may leave without what waiting requests need and clients asked to retain."""
+        """Choose the chunks to evict; None if fewer may leave without those that waiting requests need or clients
+        asked to retain."""
         passed: list[OffloadKey] = []
         asking = None if (named := session_of_context(req_context)) is None else (named[0], named[1].session)
         leavable = self._leavable(count, kept, now, passed)

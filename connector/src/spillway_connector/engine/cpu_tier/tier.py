@@ -67,8 +67,7 @@ class CpuTier(OffloadingManager):
         self.complete_read = self.complete_load
 
     def evict_first(self, duplicates: Duplicates) -> None:
-        """From now on, chunks that the device holds too leave first, but after what sessions that are gone have
-        left."""
+        """Evict chunks that the device holds too before all others, except for those that gone sessions have left."""
         self._duplicates = duplicates
 
     def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec | None:

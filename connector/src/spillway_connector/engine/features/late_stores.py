@@ -178,7 +178,7 @@ class LateStores:
         return True
 
     def take_spare(self, count: int, may_leave: Callable[[OffloadKey], bool]) -> list[tuple[OffloadKey, ReqContext]]:
-        """Up to `count` chunks of the CPU tier that the device keeps, those used last first."""
+        """Take up to `count` chunks of the CPU tier that the device keeps, those used last first."""
         taken: list[tuple[OffloadKey, ReqContext]] = []
         passed: list[tuple[OffloadKey, ReqContext]] = []
         spare, resident = self._spare, self._tier.resident
@@ -203,8 +203,8 @@ class LateStores:
         gone: Collection[OffloadKey],
         others: Collection[OffloadKey],
     ) -> None:
-        """These chunks have left the CPU tier. The device may hold some of the others, too, and of those that sessions
-        which are gone have left: these are owed only if a request uses them after all."""
+        """Note that these chunks have left the CPU tier. The device may hold some of `others` and of those that gone
+        sessions have left (`gone`), too; the latter are owed only if a request uses them after all."""
         self._owed.update(spare)
         self._unwanted.update(dict.fromkeys(key for key in gone if self._block_of(key) is not None))
         self._owed.update((key, UNKNOWN_REQUEST) for key in others if self._block_of(key) is not None)

@@ -82,11 +82,11 @@ class QueueOrder(Feature):
             self.changed()
 
     def changed(self) -> None:
-        """Others are in the queue than before."""
+        """Forget the plan, because requests have joined or left the queue."""
         self._planned.clear()
 
     def removed(self) -> None:
-        """Some have left the queue without their turn."""
+        """Forget plan and look-ups, because requests have left the queue without their turn."""
         self._planned.clear()
         self._found.clear()
 
@@ -141,7 +141,7 @@ class OrderedQueue(RequestQueue):
 
     @abstractmethod
     def _take(self, request: Request) -> None:
-        """Out of the queue, which holds it."""
+        """Remove the request from the queue, which holds it."""
 
     @override
     def peek_request(self) -> Request:

@@ -164,7 +164,7 @@ class WindowStores:
         return last_end_tokens(request.req.num_prompt_tokens, self._whole_chunk_tokens, rewinds=self._rewinds)
 
     def _ends_amid(self, request: RequestFields, window: Window) -> list[int]:
-        """In chunks of the window."""
+        """Convert the ends of the request's windows into chunks of the window."""
         whole_tokens = self._whole_chunk_tokens
         return [end // whole_tokens * whole_tokens // window.chunk_tokens for end in request.window_ends or ()]
 

@@ -1,4 +1,4 @@
-"""Where each KV tensor's blocks lie on the device and in the rank's cell of a host row, and what a job copies."""
+"""Places of each KV tensor's blocks on the device and in the rank's cell of a host row, and what a job copies."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, SlidingW
 
 
 def ranks_hold_the_same(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
-    """True for MLA under tensor parallelism, with or without pipeline stages. kv_cache_config: of this process, whose
-    layers are those of one stage.
+    """Whether all ranks hold the same KV: True for MLA under tensor parallelism, with or without pipeline stages.
+    kv_cache_config: of this process, whose layers are those of one stage.
 
     Every rank computes the whole latent, of all tokens or of a window, from hidden states that an all-reduce has made
     equal; so it does with the states that DeepSeek V4 compresses latents with. Layers of another kind,

@@ -73,7 +73,8 @@ def _tensor_facts(tensor: torch.Tensor, num_blocks: int) -> dict[str, Any]:
 
 
 def _memory_format(tensor: torch.Tensor) -> int | None:
-    """On an NPU: ND, FRACTAL_NZ or another, by its number (ACL_FORMAT_*). Strides do not show it."""
+    """Number of a tensor's memory format on an NPU (ACL_FORMAT_*: ND, FRACTAL_NZ or another), which strides do not
+    show."""
     if tensor.device.type != "npu":
         return None
     return int(importlib.import_module("torch_npu").get_npu_format(tensor))

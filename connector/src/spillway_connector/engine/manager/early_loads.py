@@ -139,7 +139,7 @@ class EarlyLoads:
             self.loads[job_id].abandon(needed=False)
 
     def tier_was_reset(self) -> None:
-        """Their requests still run, and recompute what has not been sent."""
+        """Abandon all loads, as the tier was reset: their requests still run, and recompute what has not been sent."""
         for load in self.loads.values():
             load.abandon(needed=True)
 

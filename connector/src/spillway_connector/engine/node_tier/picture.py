@@ -137,7 +137,7 @@ class NodePicture(LruRows):
         return self._reset_writes.union(self._mine.values(), self._reserved)
 
     def _see_all_anew(self) -> None:
-        """At the next look, every row counts as changed since the last one."""
+        """Let the next look count every row as changed since the last one."""
         self._version[:] = b"\xff" * len(self._version)
         self._segments = self._index.new_segments()
 

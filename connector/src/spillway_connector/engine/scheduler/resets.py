@@ -204,13 +204,13 @@ class ResettableHalf(OffloadingConnectorScheduler):
                 self.manager.primary_tier.release(job.rows)
 
     def copies_under_way(self) -> bool:
-        """Between the device and the CPU tier, those of before a reset included."""
+        """Whether copies between the device and the CPU tier are under way, those begun before a reset included."""
         late = self.late_stores is not None and self.late_stores.under_way
         return late or bool(self._jobs or self._reset_jobs or self._early_loads.loads)
 
     @contextmanager
     def forced_reset(self, scheduler: Any) -> Iterator[None]:
-        """Around vLLM's reset of the device's prefix cache that preempts all running requests.
+        """Surround vLLM's reset of the device's prefix cache that preempts all running requests.
 
         vLLM refuses it, once it has preempted them, while a waiting request holds blocks for a load or since one. Here
         such requests are computed again from their first token: those whose load has ended lose their blocks at once,
@@ -250,7 +250,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
             self._given_up_blocks = frozenset()
 
     def _requests_being_loaded(self) -> set[str]:
-        """Their blocks may be written to, also by loads that a reset has dropped."""
+        """Requests whose blocks may be written to, also by loads that a reset has dropped."""
         loading = {job.req_id for job in self._jobs.values() if not job.is_store}
         loading |= {job.loading for job in self._reset_jobs.values() if job.loading is not None}
         return loading | self._early_loads.requests()

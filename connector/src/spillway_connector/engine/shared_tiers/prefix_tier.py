@@ -63,8 +63,9 @@ class PrefixTier(SecondaryTierManager):
     locality: Any = None  # since 0.30: whether its bytes are on this machine
 
     def drain_jobs(self) -> None:
-        """Since 0.30 vLLM's manager calls it before it drops its rows. The connector's own manager never does: it keeps
-        the rows of jobs under way in quarantine instead of waiting for a store that may hang."""
+        """Refuse to drain: vLLM's manager calls this since 0.30 before it drops its rows, but the connector's own
+        manager never does. It keeps the rows of jobs under way in quarantine instead of waiting for a store that may
+        hang."""
         raise AssertionError("a tier of Spillway's connector is not drained")
 
     @property

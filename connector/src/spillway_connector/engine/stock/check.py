@@ -1,4 +1,5 @@
-"""Does a tier load what an engine stored before it was restarted? `python -m spillway_connector.engine.stock.check`.
+"""Check that a tier loads what an engine stored before it was restarted: `python -m
+spillway_connector.engine.stock.check`.
 
 For a machine with vLLM 0.30 or newer and a device that vLLM's own tiering serves (CUDA, or Ascend with vllm-ascend):
 

@@ -83,7 +83,8 @@ def stock_namespace(spec: OffloadingSpec, engine: EngineObjects, row_bytes: int)
 
 
 def _name_heads_of_all_ranks(facts: dict[str, Any], heads: int) -> None:
-    """In place of one rank's: canonical rows hold those of all ranks side by side, layer by layer.
+    """Name the heads of all ranks instead of one rank's: canonical rows hold those of all ranks side by side, layer by
+    layer.
 
     Only if they are all of one number, and a row has no room beside them: else sizes differ with the ranks anyway.
     """

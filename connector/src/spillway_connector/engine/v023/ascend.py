@@ -25,7 +25,8 @@ from spillway_connector.errors import ConfigError
 
 
 def has_ascend_layout(kv_caches: Mapping[str, LayerCache]) -> bool:
-    """Only vLLM-Ascend registers tuples; its purely Mamba models have lists, as in vLLM."""
+    """Whether vLLM-Ascend registered these caches: only it registers tuples. Its purely Mamba models have lists, as in
+    vLLM."""
     return any(isinstance(cache, tuple) or views_of(cache)[0].device.type == "npu" for cache in kv_caches.values())
 
 

@@ -22,7 +22,7 @@ class _CpuEvents(CpuTier):
 class _LruAnswers(_CpuEvents, LruRows):
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """True: ready. None: being written. False: not here."""
+        """Return True if the chunk is ready, None if it is being written, False if it is not here."""
         return True if key in self.ready else (None if key in self._rows else False)
 
 

@@ -90,8 +90,9 @@ class SpillwayConnector(ConnectorBase):
 
     @override
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata:
-        """Never None: vLLM does not notify the scheduler half of a step without a forward pass and with nothing to
-        report, but the prefill rate is measured from the end of one step to the end of the next."""
+        """Return a report of every step, never None: vLLM does not notify the scheduler half of a step without a
+        forward pass and with nothing to report, but the prefill rate is measured from the end of one step to the end
+        of the next."""
         report = super().build_connector_worker_meta()
         return report if report is not None else SpillwayWorkerMetadata()
 

@@ -1,4 +1,4 @@
-"""Where the blocks of vLLM 0.30's KV caches lie on the device, and in a row.
+"""Places of the blocks of vLLM 0.30's KV caches, on the device and in a row.
 
 Every KVCacheTensor describes a placement within one allocation, so its `size` is the whole of it, and what a layer's
 block holds is taken from the registered views. There are two kinds of layout (vllm/v1/kv_cache_layout.py):

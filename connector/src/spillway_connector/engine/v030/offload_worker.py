@@ -29,7 +29,7 @@ class StepWorker(OffloadingWorker):
 
     @abstractmethod
     def submit_stores(self, copy_id: int, stores: Sequence[tuple[GPULoadStoreSpec, LoadStoreSpec]]) -> bool:
-        """False if they are refused; nothing moves then."""
+        """Submit these stores. Returns False if they are refused; nothing moves then."""
 
 
 class CopyWorker(StepWorker):

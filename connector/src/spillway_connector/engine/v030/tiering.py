@@ -76,7 +76,8 @@ class SpillwayTieringManager(TieringManager):
         super().reset_cache()
 
     def add_of_workers(self, samples: Samples) -> None:
-        """Since 0.30 the scheduler's process alone reports statistics; workers send theirs with their metadata."""
+        """Add what workers have measured: since 0.30 only the scheduler's process reports statistics, and workers send
+        theirs with their metadata."""
         if self._of_workers is None:
             self._of_workers = Samples()
         self._of_workers.merge(samples.samples())

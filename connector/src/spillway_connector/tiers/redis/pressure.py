@@ -50,7 +50,7 @@ class Pressure:
         self._evicted = evicted
 
     def _due(self) -> bool:
-        """True for one thread in 10 seconds."""
+        """Whether a sample is due; True for one thread in SAMPLE_SECONDS."""
         with self._lock:
             now = self._clock()
             if now - self._sampled_at < SAMPLE_SECONDS:

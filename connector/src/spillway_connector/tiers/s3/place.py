@@ -1,4 +1,4 @@
-"""Where a tier's objects are. Light to import: no client library."""
+"""Place of a tier's objects. Light to import: no client library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from spillway_settings.values.offload import S3Tier
 
 @dataclass(frozen=True, slots=True)
 class S3Place:
-    """Where a tier's objects are. Credentials come from the process's environment, see client.py.
+    """The bucket and endpoint that hold a tier's objects. Credentials come from the process's environment, see
+    client.py.
 
     prefix: what keys begin with. endpoint: None: AWS's own of the region. ca_file: a file with the authorities that
     are trusted besides the system's.

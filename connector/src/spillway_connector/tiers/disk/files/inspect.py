@@ -123,7 +123,8 @@ class FileInspector:
         self._ledger.close()
 
     def _unlink(self, balance: Balance | None, file: _File, only_unused: bool) -> bool:
-        """False if it is missing, replaced or, if ``only_unused``, used since the walk. Under the ledger's lock."""
+        """Unlink a file, under the ledger's lock. Returns False if it is missing, was replaced or, with
+        ``only_unused``, was used since the walk."""
         try:
             status = status_of(file.path, FRAME_DEPTH)
             if status.st_ino != file.inode or (only_unused and status.st_mtime_ns != file.mtime_ns):

@@ -83,11 +83,11 @@ class Ledger:
             yield balance
 
     def write(self, balance: Balance) -> None:
-        """Under the lock."""
+        """Write the balance, under the lock."""
         self._write(balance, _NO_NOTE)
 
     def make_file(self, balance: Balance, path: str, size: int, make: Callable[[], int]) -> int:
-        """Under the lock: add ``size`` bytes and have ``make`` make the file at ``path``; returns its descriptor.
+        """Add ``size`` bytes and have ``make`` make the file at ``path``, under the lock; returns its descriptor.
 
         An error of ``make`` passes through; then the file is gone, too, and nothing was added.
         """
@@ -109,7 +109,7 @@ class Ledger:
         return descriptor
 
     def remove_file(self, balance: Balance | None, path: str, status: os.stat_result) -> None:
-        """Under the lock: unlink the file at ``path``, whose status this is, and subtract its bytes."""
+        """Unlink the file at ``path``, which has this status, and subtract its bytes, under the lock."""
         depth = self._depth_of(path)
         if balance is None:
             unlink_own(path, depth)
@@ -124,13 +124,13 @@ class Ledger:
         self.write(balance)
 
     def add(self, balance: Balance, size: int) -> None:
-        """Under the lock."""
+        """Add ``size`` bytes, under the lock."""
         balance.resident_bytes += size
         balance.added_bytes += size
         self.write(balance)
 
     def subtract(self, balance: Balance | None, size: int) -> None:
-        """Under the lock; a damaged ledger stays as it is, for a scan."""
+        """Subtract ``size`` bytes, under the lock; a damaged ledger stays as it is, for a scan."""
         if balance is not None and size:
             balance.resident_bytes = max(0, balance.resident_bytes - size)
             self.write(balance)

@@ -1,4 +1,4 @@
-"""Where the file layout keeps its frames below a root, and walking them. A folder that vanishes meanwhile is empty."""
+"""Paths of frames in the file layout, and walks over them. A folder that vanishes meanwhile is empty."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PARTIAL_DEPTH = 3  # <namespace hex>/partial/<name>
 
 
 def frame_path(namespace_folder: str | os.PathLike[str], key_hex: str) -> str:
-    """Where the frame of a key lies: below two folders named after the key's first two bytes."""
+    """Path of a key's frame: below two folders named after the key's first two bytes."""
     return f"{namespace_folder}/{key_hex[:2]}/{key_hex[2:4] or '00'}/{key_hex}{FRAME_SUFFIX}"
 
 

@@ -64,7 +64,7 @@ class ChangeLog:
             self._descriptor = None
 
     def renew(self) -> None:
-        """Under the root's lock: make the ring again if it was removed or damaged."""
+        """Make the ring again if it was removed or damaged, under the root's lock."""
         if not self._writable:
             return
         try:
@@ -132,7 +132,7 @@ class ChangeLog:
         return news is not None and apply(news, memory)
 
     def append(self, records: Sequence[Change]) -> None:
-        """Under the root's lock, after :meth:`news`. A failure is ignored: see the module."""
+        """Append these records, under the root's lock and after :meth:`news`. A failure is ignored: see the module."""
         if self._descriptor is None or not records:
             return
         if len(records) > self._capacity // 2:

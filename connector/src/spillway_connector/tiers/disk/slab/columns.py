@@ -128,7 +128,8 @@ class Columns:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Under the root's lock: the copy is what the file holds, and what is changed is announced.
+        """Change the columns under the root's lock: within the block the copy is what the file holds, and changes are
+        announced.
 
         Raises OSError (FileCut).
         """

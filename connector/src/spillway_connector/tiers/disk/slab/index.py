@@ -341,5 +341,5 @@ def _check(slot: int, low: int, high: int, namespace: int, tenant: int) -> int:
 
 
 def tenant_place(tenant: int) -> int:
-    """Where the tenants' table counts the slots of ``tenant``."""
+    """Place in the tenants' table that counts the slots of ``tenant``."""
     return (tenant * _TENANT_FACTOR & 0xFFFFFFFFFFFFFFFF) >> 64 - _TENANT_BITS

@@ -150,7 +150,7 @@ class SizeClassShape:
         return rows[column.per]
 
     def offsets(self, columns: Sequence[Column] = COLUMNS) -> tuple[dict[str, int], int]:
-        """Where each column starts in the index file, or in that of the sessions, and the file's size."""
+        """Offsets of the columns in the index file, or in that of the sessions, and the file's size."""
         offsets, position = {}, PAGE_BYTES
         for column in columns:
             offsets[column.name] = position

@@ -99,7 +99,8 @@ def stalest_chunk(index: SlabIndex) -> tuple[int, int] | None:
 
 
 def oldest_use(index: SlabIndex) -> int | None:
-    """When the entry of a size class that has gone unused for longest was used last; None if there is no entry."""
+    """Return when the entry of a size class that has gone unused for longest was used last; None if there is no
+    entry."""
     used_s = index.used_s[index.state == LIVE]
     return int(used_s.min()) if len(used_s) else None
 

@@ -226,7 +226,7 @@ class SlabTier(DirectoryTier):
         return True
 
     def _entry(self, key: bytes, deadline: float) -> _Entry:
-        """Where the index has a key. Raises TierMiss, TierError."""
+        """Find the index's entry of a key. Raises TierMiss, TierError."""
         self._check(deadline)
         size_class = self._size_class.readable(deadline)
         if size_class is None:

@@ -33,7 +33,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where to send a command. ``ask``: precede it by ASKING, for this command only."""
+    """The server to send a command to. ``ask``: precede it by ASKING, for this command only."""
 
     address: Address
     ask: bool = False
