@@ -8,7 +8,7 @@ from spillway_connector.errors import RefusedReason, TierMiss, TierRefused, with
 
 
 def caught() -> TierRefused:
-    """With a cause, and a miss that was being handled when the cause was raised."""
+    """Return an error with a cause, and with a miss that was being handled when the cause was raised."""
     try:
         try:
             try:

@@ -27,7 +27,7 @@ def test_no_two_reasons_mean_the_same() -> None:
 
 
 def test_the_runbook_has_the_same_sentences() -> None:
-    """In one row if several reasons have one remedy: the meanings stand in the order of the reasons."""
+    """Reasons with one remedy may share a row: the meanings stand in the order of the reasons."""
     runbook = RUNBOOK.read_text(encoding="utf-8")
     said_of = [("", reason, said) for reason, said in GENERAL.items()]
     said_of += [(kind, reason, said) for (kind, reason), said in OF_TYPE.items()]

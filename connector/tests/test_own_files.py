@@ -71,7 +71,7 @@ def test_no_call_follows_a_link_in_the_place_of_a_folder(root: Path, tmp_path: P
 def test_a_folder_exchanged_for_a_link_after_it_was_opened_leads_nowhere(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look at a folder and the use of a name in it."""
+    """The folder is exchanged between the look at it and the use of a name in it."""
     aside = tmp_path / "aside"
     aside.mkdir()
     real = os.open

@@ -125,7 +125,7 @@ async def test_sigterm_does_not_wait_for_a_file_that_is_read(tmp_path: Path, sta
 
 
 async def test_sighup_during_the_start_ends_nothing(tmp_path: Path, start_engine: Any) -> None:
-    """Who writes the file may send it before the gateway listens."""
+    """The writer of the file may send it before the gateway listens."""
     config = tmp_path / "gateway.yaml"
     config.write_text(yaml.safe_dump(gateway_config([await start_engine()], listen={"port": 0})))
     process = await run("--config", str(config))

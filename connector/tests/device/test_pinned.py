@@ -49,7 +49,7 @@ def test_chunks_are_whole_rows():
 
 @pytest.mark.parametrize("page_bytes", [4096, 65_536])
 def test_chunks_lock_and_registration_are_whole_pages(address, monkeypatch, page_bytes):
-    """On any kernel rows are whole pages, and a chunk consists of rows, whatever the largest chunk is."""
+    """Rows are whole pages on any kernel, and a chunk consists of rows, whatever the largest chunk is."""
     row_bytes = ChunkGeometry(100, 1, 3, page_bytes=page_bytes).row_bytes
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(pinned._libc, "mlock", lambda at, size: asked.append((at, size)) or 0)

@@ -40,7 +40,7 @@ def test_a_row_holds_every_rank_and_less_than_a_page_of_padding(block_bytes, per
     st.sampled_from([4096, 16_384, 65_536]),
 )
 def test_the_pages_of_all_ranks_are_the_row(block_bytes, per_chunk, stage_ranks, stages, one_cell, page_bytes):
-    """With the pages of any kernel, whatever this one's are."""
+    """The pages are those of any kernel, whatever this one's are."""
     ranks = stage_ranks * stages
     geometry = ChunkGeometry(block_bytes, per_chunk, ranks, one_cell, page_bytes, stages)
     assert geometry.row_bytes % page_bytes == 0
@@ -74,7 +74,7 @@ def geometry_of_kernel(page_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Modu
 
 @pytest.mark.parametrize(("kernel", "rows"), [(512, 4096), (4096, 4096), (16_384, 16_384), (65_536, 65_536)])
 def test_rows_are_whole_pages_of_any_kernel_without_being_told(monkeypatch, kernel, rows):
-    """And never less than what direct I/O needs."""
+    """Rows are never less than what direct I/O needs."""
     loaded = geometry_of_kernel(kernel, monkeypatch)
     assert rows == loaded.ROW_ALIGNMENT_BYTES
     geometry = loaded.ChunkGeometry(3 * 4096 + 100, 2, 3)

@@ -130,7 +130,8 @@ def test_overlapping_steps_are_timed_from_end_to_end():
     st.lists(st.tuples(st.floats(0.001, 1.0), st.floats(0.0, 20.0)), min_size=1, max_size=200),
 )
 def test_a_load_that_is_given_up_has_cost_a_small_share_of_computing(chunks, seconds_per_chunk, steps):
-    """However it comes. A look is a step apart from the next one, and whole chunks alone can be used."""
+    """The share is small however the chunks come. A look is a step apart from the next one, and only whole chunks can
+    be used."""
     elapsed = received = 0.0
     for step_seconds, came in steps:
         elapsed, received = elapsed + step_seconds, min(float(chunks), received + came)

@@ -72,7 +72,7 @@ class _Killed(Exception):
 
 
 class _Dying:
-    """In the place of words that the engine does not live to write."""
+    """Array in the place of words that the engine does not live to write."""
 
     def __init__(self, words: Any) -> None:
         self._words = words

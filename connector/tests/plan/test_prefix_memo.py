@@ -256,7 +256,7 @@ def test_a_current_answer_is_what_a_new_lookup_would_return(prompts, schedule, d
     prefixes, st.lists(st.tuples(st.sampled_from(("other", "r", "wait", "nothing")), st.integers(0, 5)), max_size=12)
 )
 def test_an_answer_outlives_what_does_not_concern_it(keys, schedule):
-    """However many changes there are, if the request asks in time: here the logs hold four."""
+    """An answer outlives any number of changes, if the request asks in time: here the logs hold four."""
     world = World()
     world.begin_step()
     answer = world.answer("r0", keys)

@@ -490,7 +490,8 @@ def test_what_is_stored_end_first_leaves_end_first():
 
 
 def test_a_long_prompt_that_is_stored_end_first_leaves_end_first():
-    """However long it is: a step announces what it computes, and the device gives up some blocks at a time."""
+    """The order holds for a prompt of any length: a step announces what it computes, and the device gives up some
+    blocks at a time."""
     tier = LruTier(5_000)
     later, prompt = hint("later", 500.0), chunks("l", 5_000)
     tier.retention.begin_request(ALICE, later, 0.0)

@@ -1,4 +1,4 @@
-"""Whose prompts a step computes: none of a flood's while others have some, a short step's otherwise, and no flood
+"""The prompts that a step computes: none of a flood's while others have some, a short step's otherwise, and no flood
 starves."""
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_a_floods_step_takes_little_longer_than_the_least(
 
 @pytest.mark.parametrize("planning", [0.001, 0.004, 0.01], ids="{} s".format)
 def test_while_others_may_ask_a_floods_step_is_a_short_one_and_the_next_is_planned_late(planning: float) -> None:
-    """With asynchronous scheduling: a plan is made when the step before the last has ended, or later if it is held."""
+    """Asynchronous scheduling makes a plan when the step before the last has ended, or later if it is held."""
     shares, now, ended, took = shares_of(USER, FLOOD), 1.0, [0.0, 1.0], 0.02
     shares.computed({FLOOD: 10 * FLOODING}, now)
     held_seconds, waits = 0.0, list[float]()

@@ -43,7 +43,8 @@ def test_two_buffers_share_nothing() -> None:
 
 @pytest.mark.parametrize("page_bytes", [4096, 65_536])
 def test_advice_is_given_about_whole_pages(monkeypatch: pytest.MonkeyPatch, page_bytes: int) -> None:
-    """On any kernel: madvise refuses a range that begins within a page, and with it every buffer's huge pages."""
+    """This holds on any kernel: madvise refuses a range that begins within a page, and with it every buffer's huge
+    pages."""
     advised: list[tuple[int, int]] = []
 
     class Recorded(mmap.mmap):

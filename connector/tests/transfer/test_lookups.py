@@ -38,7 +38,7 @@ class SetTier(MemoryTier):
 
 
 class IndexedTier(SetTier):
-    """Has its index in memory."""
+    """A tier with its index in memory."""
 
     asked: list[list[bytes]]
     has_local_index = True

@@ -336,7 +336,7 @@ class ClutchingTier(TierWrapper):
 
 
 def test_what_failed_operations_worked_on_is_let_go_of_at_once(rig: Rig) -> None:
-    """Without garbage collection: an engine's files and buffers would pile up until then."""
+    """Nothing waits for garbage collection: an engine's files and buffers would pile up until then."""
     tier = ClutchingTier(rig.memory())
     shared = rig.start(tier)
     gc.collect()
@@ -1268,7 +1268,7 @@ def test_a_tier_that_cannot_be_used_says_why_before_any_request(rig: Rig) -> Non
 
 
 class OpenedUntilClosed(TierWrapper):
-    """Is still being opened when it is closed, as a store far away is if the weights are named twice."""
+    """A tier that is still being opened when it is closed, as a store far away is if the weights are named twice."""
 
     def __init__(self, tier: Tier) -> None:
         super().__init__(tier)

@@ -83,7 +83,7 @@ async def test_sessions_get_the_same_tokens_and_not_the_same_number_of_requests(
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 6), st.integers(0, 9_000)), min_size=1, max_size=60))
 def test_no_session_starves_though_new_ones_come_without_end(steps: list[tuple[int, int, int]]) -> None:
-    """In any order of arrivals and turns, the oldest request is served in at most OLDEST_EVERY turns."""
+    """The oldest request is served in at most OLDEST_EVERY turns, in any order of arrivals and turns."""
     clock = Clock()
     turns = SessionTurns(60.0, clock)
     waiting: list[tuple[int, int]] = [(0, 0)]

@@ -100,7 +100,7 @@ def shared(port: int, **overrides: Any) -> SharedLimitsConfig:
 
 @asynccontextmanager
 async def replica(config: SharedLimitsConfig) -> AsyncIterator[SharedLimits]:
-    """Without its background task: nothing happens that the test does not ask for."""
+    """A replica without its background task: nothing happens that the test does not ask for."""
     made = SharedLimits(config, SECRET)
     try:
         yield made
@@ -121,7 +121,7 @@ def end(limits: SharedLimits, who: Tenant, usage: TenantUsage, reply_tokens: int
 
 
 async def test_few_of_many_tenants_are_reported_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When Redis answers again, no iteration of the event loop begins work for all tenants."""
+    """No iteration of the event loop begins work for all tenants when Redis answers again."""
     tenants, asked, at_once, tasks = 2_000, set[str](), [0, 0], len(asyncio.all_tasks())
     async with replica(shared(1)) as limits:
 

@@ -159,7 +159,7 @@ async def test_a_request_refused_for_overload_gives_its_charge_back(start_engine
 
 
 async def test_usage_settles_an_estimate_that_was_too_low(start_engine: Any, tmp_path: Path) -> None:
-    """Without a tokenizer a text's tokens are estimated; this engine counts each character as one."""
+    """A text's tokens are estimated if there is no tokenizer; this engine counts each character as one."""
     fake = await start_engine()
     settings = auth(tmp_path, promptTokensPerMinute=300)
     async with running_gateway(gateway_config([fake], auth=settings)) as gateway, aiohttp.ClientSession() as http:
@@ -194,7 +194,7 @@ COUNTED: list[tuple[str, dict[str, Any]]] = [
 async def test_whatever_form_a_prompt_has_it_counts(
     start_engine: Any, tmp_path: Path, path: str, body: dict[str, Any]
 ) -> None:
-    """By the estimate alone: this engine sends no usage."""
+    """Only the estimate counts: this engine sends no usage."""
     fake = await start_engine()
     fake.fault = Status(200)
     settings = auth(tmp_path, promptTokensPerMinute=60, tokensPerMinute=1_000) | {"unsaltedRoutes": "allow"}

@@ -47,7 +47,7 @@ async def listed(client: aiohttp.ClientSession, gateway: RunningGateway) -> dict
 
 
 async def until_loaded(gateway: RunningGateway, engine: FakeEngine) -> None:
-    """Until the gateway has read what the engine has loaded."""
+    """Wait until the gateway has read what the engine has loaded."""
     await until(lambda: gateway.engine(engine.name).adapters == frozenset(engine.adapters))
 
 

@@ -222,7 +222,7 @@ async def test_an_idle_connection_is_closed(start_engine: Any) -> None:
 @pytest.mark.parametrize("line", [b"connection: close", b"connection: keep-alive"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_reads_nothing_is_disconnected(start_engine: Any, stream: bool, line: bytes) -> None:
-    """With kernel buffers as small as they get, so that the reply waits in the gateway."""
+    """Kernel buffers are as small as they get, so that the reply waits in the gateway."""
     engine = await start_engine(words=60_000 if stream else 1_500_000)
     config = gateway_config([engine], connections=BOUNDS, limits={"plainReplyBufferBytes": 64 * 1024 * 1024})
     async with running_gateway(config) as running:

@@ -113,7 +113,7 @@ async def test_clients_that_send_at_once_begin_a_few_at_a_time_and_are_all_answe
 
 
 async def test_a_request_that_waits_is_neither_evicted_nor_timed_out_and_may_leave(start_engine: Any) -> None:
-    """With no turn in any iteration until the test says so."""
+    """No iteration has a turn until the test says so."""
     engine = await start_engine()
     bounds = {"headSeconds": HEAD_SECONDS, "openMax": 16, "perAddressMax": 2}
     async with running_gateway(gateway_config([engine], connections=bounds)) as running:

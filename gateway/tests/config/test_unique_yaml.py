@@ -17,7 +17,7 @@ def test_a_key_that_is_there_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("method", ["compose_node", "construct_object"])
 def test_a_reading_ends_where_it_is_given_up(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """While the text is parsed, and while its values are made."""
+    """Both parsing the text and making its values can be given up."""
     reading, calls = Reading(), 0
     original = getattr(yaml.SafeLoader, method)
 

@@ -383,8 +383,8 @@ async def test_updates_are_bounded_and_a_full_queue_does_not_keep_the_thread(mon
 
 
 class RestartedApi:
-    """Away from the end of its first watch until `back_at`, then without the history: a watch of before expires. Calls
-    take no time, which passes in pauses alone."""
+    """API server that is away from the end of its first watch until `back_at`, and then has lost the history: an older
+    watch expires. Calls take no time; only pauses do."""
 
     def __init__(self, back_at: float) -> None:
         self.back_at = back_at

@@ -109,7 +109,7 @@ def test_a_block_that_counts_until_some_time_is_read_each_time() -> None:
 
 
 def test_a_run_in_use_stays_among_the_last_used() -> None:
-    """However many blocks come in between, no more than its share of the table is newer."""
+    """The blocks that come in between are newer, but no more of them than the table's share for runs in use allows."""
     table = table_of(RUN)
     spans(table, RUN)
     for key in range(1000, 3000):

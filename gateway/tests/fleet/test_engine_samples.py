@@ -94,7 +94,7 @@ def test_what_is_in_the_cpu_tier_outlives_a_reset_of_the_device(name: str) -> No
 @pytest.mark.parametrize("old", SAMPLES)
 @pytest.mark.parametrize("new", SAMPLES)
 def test_engines_of_two_versions_share_one_index(old: str, new: str) -> None:
-    """In the middle of an upgrade: the same prompt is found on both, and what one evicts the other still holds."""
+    """The same prompt is found on both in the middle of an upgrade, and what one evicts the other still holds."""
     view = Indexed("old", "new")
     for engine, name in (("old", old), ("new", new)):
         view.apply(engine, SAMPLES[name], "store plain", "store salted and adapted")

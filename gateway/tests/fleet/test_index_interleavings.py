@@ -42,7 +42,7 @@ def with_tokens(hashes: list[int], parent: int | None, tier: Tier, group: int) -
 
 
 def without_tokens(hashes: list[int], store: str | None, group: int) -> BlockStored:
-    """In a store, or below the engine's device. No hashes: the engine loads from the store."""
+    """Event of blocks in a store, or below the engine's device. No hashes: the engine loads from the store."""
     return BlockStored(hashes, None, [], 0, Tier.SHARED if store else Tier.CPU, None, [], group, None, store=store)
 
 
@@ -136,7 +136,7 @@ class Interleaved:
         self.begin(self.index.held_alone({each: each for each in ENGINES}))
 
     def leave(self, store: str, steps: int) -> None:
-        """After so many steps of what is under way all engines leave the store, and it may be forgotten."""
+        """Let all engines leave the store after so many steps of what is under way, so that it may be forgotten."""
         self.steps(0, steps)
         for name in ENGINES:
             self.event(name, removed([], store, 0))

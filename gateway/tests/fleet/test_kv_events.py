@@ -97,7 +97,7 @@ async def test_what_was_published_before_is_replayed_and_what_follows_is_live(pu
 
 
 async def test_a_second_replay_changes_no_store_but_says_who_loads_from_it(publisher: KvPublisher) -> None:
-    """Meanwhile another engine may have announced something else about the same blocks."""
+    """Another engine may have announced something else about the same blocks meanwhile."""
     for block in range(2):
         store(publisher, block)
     publisher.stored([0, 1], None, [], 0, medium=STORE)
@@ -565,7 +565,7 @@ async def test_one_message_of_many_blocks_is_applied_over_many_event_loop_iterat
 
 
 async def test_few_steps_over_the_index_are_taken_in_one_iteration() -> None:
-    """However many engines leave at once."""
+    """One iteration takes few steps, however many engines leave at once."""
     index = PrefixIndex("m", bytes_max=10_000_000, orphans_max=100, default_block_tokens=BLOCK, clock=lambda: 0.0)
     taken = 0
 

@@ -129,7 +129,7 @@ def test_requests_that_failed_together_were_not_alone_however_long_it_takes_to_f
 
 
 def test_the_next_request_sees_the_one_before() -> None:
-    """On engines that compute without pause, equal prompts sent together wait for one computation."""
+    """Equal prompts that are sent together wait for one computation on engines that compute without pause."""
     fleet = fleet_of(["a", "b"])
     for engine in fleet.engines.values():
         engine.busy.add(60.0, 0.0)

@@ -205,7 +205,7 @@ REDIS, NODE = "redis/00000000000000aa", "nvme/00000000000000bb"
 
 
 def in_store(hashes: list[int], store: str = REDIS) -> BlockStored:
-    """Without hashes: the engine loads from the store."""
+    """Event of blocks in a store; without hashes, it says that the engine loads from the store."""
     return BlockStored(hashes, None, [], 0, Tier.SHARED, None, [], 0, None, store=store)
 
 
@@ -308,7 +308,7 @@ chunks = st.lists(st.sets(st.sampled_from(["cpu", REDIS, S3])), min_size=4, max_
 def test_an_engine_that_declines_a_tier_is_matched_as_if_it_did_not_use_it(
     places: list[set[str]], declined: frozenset[str]
 ) -> None:
-    """By the tier's blocks alone: what it has above is the same."""
+    """Only the tier's blocks are left out: what the engine has above is the same."""
 
     def matched(uses: list[str], *, decline: frozenset[str]) -> dict[str, HeldPrefix]:
         made = index()
@@ -908,7 +908,7 @@ def test_an_accepted_prompt_is_counted_in_short_steps(until: float | None) -> No
 
 
 def test_events_that_free_a_long_chain_of_orphans_are_applied_in_steps() -> None:
-    """However many blocks one event leads to, a step adds a bounded number."""
+    """A step adds a bounded number of blocks, however many one event leads to."""
     made = index()
     tokens = list(range(2000 * BLOCK))
     for start in range(100, 2000, 100):

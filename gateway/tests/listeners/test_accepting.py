@@ -81,7 +81,8 @@ async def test_handshakes_that_begin_at_once_are_computed_a_few_at_a_time(start_
 def test_clients_that_connect_at_once_are_accepted_in_few_iterations(
     loop_factory: Callable[[], asyncio.AbstractEventLoop],
 ) -> None:
-    """Else the last one waits for as many iterations as there are clients, however long streams make each."""
+    """The last client would otherwise wait for as many iterations as there are clients, however long streams make
+    each."""
     clients_count = 4 * ACCEPTED_AT_ONCE + 3
 
     async def accept_all() -> list[int]:

@@ -52,7 +52,7 @@ class Call:
         return ProcessingResponse.FromString(await self._call.read())
 
     async def status(self) -> grpc.StatusCode:
-        """With which the picker ends it."""
+        """Return the status with which the picker ends the call."""
         status: grpc.StatusCode = await self._call.code()
         return status
 
@@ -217,7 +217,7 @@ def test_how_long_a_whole_body_may_take(declared: bytes | None, seconds: float):
 async def test_one_of_a_given_and_a_changed_body_is_kept(
     start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """While the request waits."""
+    """One body is kept while the request waits."""
     kept: list[bytes | None] = []
     send = EngineSide.send
 
@@ -334,7 +334,8 @@ async def test_an_event_that_a_kept_stream_brings_slowly_passes_in_parts(
 
 
 async def test_an_error_with_trailers_is_answered(start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch):
-    """By the gateway, with the engine's status: nothing of it was passed on, and its end does not come before."""
+    """The gateway answers, with the engine's status: nothing of the error was passed on, and its end does not come
+    before."""
     monkeypatch.setattr(processed_request, "KEPT_SILENT_SECONDS", 0.01)
     engine = await start_engine()
     body = json.dumps({"model": engine.model, "prompt": PROMPT}).encode()

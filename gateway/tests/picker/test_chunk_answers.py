@@ -25,7 +25,7 @@ class Proxy:
 
 @given(st.data())
 def test_a_reply_that_is_passed_on_as_it_came_is_whole_if_the_picker_dies_at_any_point(data: st.DataObject) -> None:
-    """At every moment, the bytes that have reached the client and those that the proxy keeps make up the reply."""
+    """The bytes that have reached the client and those that the proxy keeps make up the reply at every moment."""
     chunks = data.draw(CHUNKS)
     answers, proxy, passed, came = ChunkAnswers(), Proxy(), 0, b""
     for at, chunk in enumerate(chunks):

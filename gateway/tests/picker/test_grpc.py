@@ -145,7 +145,7 @@ class Peer:
             await self.exchange()
 
     async def exchange(self, cut: Callable[[bytes], Iterator[bytes]] = lambda data: iter([data])) -> None:
-        """Until neither side has anything more to say."""
+        """Pass bytes both ways until neither side has any more."""
         while True:
             for piece in cut(self.http.data_to_send()):
                 self.connection.data_received(piece)
@@ -604,7 +604,7 @@ def opening_of(number: int, *, message: bool) -> bytes:
 async def test_a_flood_of_calls_that_are_reset_starts_no_more_than_have_turns_and_keeps_nothing(
     message: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While calls that are not reset wait for all turns there are."""
+    """Calls that are not reset wait meanwhile for all turns there are."""
     started, start = 0, GrpcConnection.start
 
     def counted(connection: GrpcConnection, call: Call) -> None:
@@ -707,7 +707,7 @@ BOUNDS = ConnectionsConfig()
 
 
 def tick(opened: OpenConnections, seconds: float) -> None:
-    """So long after now."""
+    """Run a tick as it comes so many seconds from now."""
     opened.tick(asyncio.get_running_loop().time() + seconds)
 
 

@@ -70,7 +70,7 @@ async def test_a_model_that_is_added_again_has_the_engines_that_were_reported_be
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_a_front_has_the_engines_that_the_router_has(threads: FairThreads, ranks: int) -> None:
-    """Else it takes engines with roles for engines without, and asks for no two legs."""
+    """A front without them takes engines with roles for engines without, and asks for no two legs."""
     addresses = {"kvEvents": "tcp://127.0.0.1:3", "kvReplay": "tcp://127.0.0.1:13", "dataParallelRanks": ranks}
     given = [{"name": role, "url": "http://127.0.0.1:2", "role": role, **addresses} for role in ("prefill", "decode")]
     config = parse_config({"models": [{"name": "m", "engines": given}]})

@@ -82,7 +82,8 @@ async def test_before_anything_is_found_requests_are_refused_with_the_reason(
 
 
 async def test_a_model_at_zero_is_woken_and_served(api: FakeKubernetes, start_engine: Any) -> None:
-    """To zero and back: requests without an engine are counted, which an autoscaler reads, and then answered."""
+    """The model goes to zero and back: requests without an engine are counted, which an autoscaler reads, and then
+    answered."""
     fake = await start_engine("vllm-0")
     document = settings(api, admission={"normalWaitSeconds": 0.05})
     document["models"][0]["wakeSeconds"] = 120

@@ -85,7 +85,7 @@ def test_auto_never_takes_two_legs_that_cost_more(engines: list[EngineView], tok
 def test_if_roles_do_not_bind_auto_chooses_as_among_engines_without_roles(
     engines: list[EngineView], tokens: int, hand_over_ms: float, last: int, silent: bool
 ) -> None:
-    """So it cannot be slower than they are."""
+    """Auto cannot be slower than they are."""
     if silent:  # engines without events keep their sessions at a price
         engines = [structs.replace(each, events_live=False) for each in engines]
     session = engines[last % len(engines)].name
@@ -122,7 +122,7 @@ def test_idle_engines_answer_alone_and_busy_decode_engines_have_prompts_computed
 
 
 def test_what_a_decode_engine_computes_meanwhile_is_not_waited_for() -> None:
-    """Otherwise its queue would count in both ways, and two legs would never be cheaper because of it."""
+    """The queue would count in both ways otherwise, and two legs would never be cheaper because of it."""
     queued = plan(engine("p", "prefill"), engine("d", "decode", queued=8192))
     assert legs_of(queued) == ("two", LegsReason.PRICE)
     assert queued.legs is not None and queued.legs.two_legs_ms is not None

@@ -88,7 +88,8 @@ def test_the_holder_is_chosen_while_it_is_free() -> None:
 
 @given(st.integers(0, 2**64 - 1), st.integers(1, 2_000), st.permutations(["device", "cpu", "shared"]))
 def test_of_equal_prefixes_the_nearest_is_chosen(spread_key: int, tokens: int, tiers: list[str]) -> None:
-    """Also a short one, whose load takes less than any difference between engines that would count."""
+    """This holds for a short prefix, too, whose load takes less than any difference between engines that would
+    count."""
     view = FleetView(tuple(engine(tier, HeldPrefix(**{f"{tier}_tokens": tokens})) for tier in tiers))
 
     decision = plan_route(RouteRequest(tokens + 1, spread_key), view, FACTOR)
@@ -238,7 +239,7 @@ def test_an_unknown_prompt_goes_to_an_idle_engine() -> None:
 
 
 def test_what_enters_the_device_counts_for_what_it_evicts_and_is_loaded_again() -> None:
-    """At three of four cached tokens on devices each block causes three loads in the end; the share is bounded."""
+    """Each block causes three loads in the end if three of four tokens on devices are cached; the share is bounded."""
     held = HeldPrefix(cpu_tokens=1_000, shared_tokens=2_000)
     plain = cost_of(EngineView("e", True, 0, 0, RATES, held), 4_000)
     for share, loads in ((0.0, 0.0), (0.75, 3.0), (1.0, 4.0)):

@@ -207,7 +207,7 @@ def test_a_vocabulary_without_rare_bytes_has_a_dropout() -> None:
 
 
 def test_one_that_can_compute_all_words_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then fastokens would begin with first words, and keep more."""
+    """fastokens would begin with first words, and keep more."""
     tokenizer = trained(BYTE_LEVEL)
     right = fastokens.Tokenizer.from_json_str(tokenizer.to_str())
     monkeypatch.setattr(fastokens, "Tokenizer", type("Whole", (), {"from_json_str": staticmethod(lambda _: right)}))

@@ -545,7 +545,7 @@ def test_a_long_conversation_takes_few_look_ups(folder: Path) -> None:
 
 
 def test_a_conversation_that_drops_its_oldest_messages_takes_no_room_of_others(folder: Path) -> None:
-    """None of its runs comes twice, and all of their messages are known."""
+    """No run of the conversation comes twice, and all of its messages are known."""
     tokenizer = PromptTokenizer.load(folder)
     turns = [f"<|im_start|>{'the quick brown fox ' * 20}{number}" for number in range(8 * RUN_SEGMENTS)]
     for turn in turns:

@@ -184,7 +184,7 @@ async def test_what_follows_a_whole_reply_is_no_part_of_it(reply: bytes, behind:
 @given(cut=st.integers(1, len(FIRST + SECOND) - 1))
 @settings(deadline=None, max_examples=60)
 def test_two_replies_are_never_one_wherever_packets_end(cut: int) -> None:
-    """At the protocol's own calls, without sockets: the second reply is refused, or has no waiting request."""
+    """The protocol's own calls are tested, without sockets: the second reply is refused, or has no waiting request."""
 
     async def exchange() -> None:
         connection = EngineConnection(Reading())

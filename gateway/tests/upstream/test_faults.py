@@ -393,7 +393,7 @@ def waiting_requests(running: RunningGateway) -> int:
 async def test_engines_that_are_all_lost_for_a_moment_cost_time_and_no_answer(
     start_engine: Any, client: aiohttp.ClientSession, stream: bool
 ) -> None:
-    """To the requests that find out, and to those that come then; the engines are polled before their next turn."""
+    """The requests that find out lose time, and those that come then; the engines are polled before their next turn."""
     engines = await pair(start_engine)
     health = {"periodSeconds": 3600, "returnSeconds": UNTIL_SECONDS_MAX}
     async with running_gateway(gateway_config(engines, health=health)) as running:

@@ -127,7 +127,7 @@ OF_METRICS = {"fleet/tier_traffic.py"}
 
 
 def test_no_other_module_looks_for_a_quoted_name_in_bytes() -> None:
-    """In a request's body a client may spell it with escapes: upstream/json_walk.py finds it however it is written."""
+    """A client may spell it with escapes in a request's body: upstream/json_walk.py finds it however it is written."""
     root = Path(spillway_gateway.__file__).parent
     looks = re.compile(r"""\bb'"[a-z_]+"'|\b(?:rb|br)'[^'\n]*"[a-z_]+\"""")
     found = {

@@ -248,7 +248,7 @@ async def test_nothing_passes_behind_the_end_of_an_answer(client: aiohttp.Client
 async def test_a_stream_of_two_answers_is_not_whole_with_the_first_one_s_finish(
     client: aiohttp.ClientSession, start: Any, path: str
 ) -> None:
-    """And without `[DONE]`."""
+    """The engine ends the stream after the first answer's finish, without `[DONE]`."""
     said = {"delta": {"content": "a"}, "text": "a"}
     parts = [untyped_event({"choices": [{"index": index, **said, "finish_reason": None}]}) for index in range(2)]
     finish = untyped_event({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "stop"}]})
@@ -331,7 +331,7 @@ async def test_figures_and_timeouts_wait_for_the_first_part(
 async def test_an_engine_that_sends_the_preamble_of_an_answer_has_computed_its_prompt(
     client: aiohttp.ClientSession, start: Any, monkeypatch: pytest.MonkeyPatch, path: str, fronts: bool
 ) -> None:
-    """But not that of a response, which vLLM sends at once."""
+    """The preamble of a response does not show that: vLLM sends it at once."""
     computed: list[Attempt] = []
 
     def note(attempt: Attempt) -> None:
@@ -478,7 +478,7 @@ async def test_an_error_behind_a_comment_is_an_event(client: aiohttp.ClientSessi
 
 @pytest.mark.parametrize("path", list(BODIES))
 async def test_a_request_in_the_queue_gets_comments(client: aiohttp.ClientSession, start: Any, path: str) -> None:
-    """And the engine's refusal of it, as an event."""
+    """The client also gets the engine's refusal of the request, as an event."""
     release = asyncio.Event()
     engine = await start("a", lambda path: [release, answer(path, "a").whole])
     admission = {"requestsPerEngineMax": 1}

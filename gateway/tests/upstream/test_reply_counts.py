@@ -45,7 +45,7 @@ def auth(folder: Path, **limits: Any) -> dict[str, str]:
 
 
 def usage_of(path: str, counts: dict[str, Any]) -> dict[str, Any]:
-    """In the shape of the route."""
+    """Return usage in the shape of the route."""
     cached = {"cached_tokens": counts["cached_tokens"]}
     if path == "/v1/responses":
         names = ("input_tokens", "output_tokens")

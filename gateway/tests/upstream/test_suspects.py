@@ -295,7 +295,8 @@ async def found_ended(looks: EngineLooks, engine: Engine) -> Look:
 async def test_a_lone_request_whose_engine_says_that_it_ends_goes_to_another_and_is_no_suspect(
     start_engine: Any, monkeypatch: pytest.MonkeyPatch, route: str, stream: bool, fronts: int
 ) -> None:
-    """Also if the gateway has not polled it yet, and finds its port closed. With none left, clients get 503."""
+    """This holds even if the gateway has not polled it yet, and finds its port closed. If no engine is left, clients
+    get 503."""
     monkeypatch.setattr(EngineLooks, "at", found_ended)
     engines = [await start_engine(name) for name in "abc"]
     ends: set[str] = set()

@@ -42,5 +42,5 @@ def admission_order(
 
 
 def next_due(arrived_at: Sequence[float], now: float, overtake_seconds: float) -> float:
-    """When the next of these requests may not be overtaken any more; inf: all of them may not already."""
+    """Return when the next of these requests may not be overtaken any more; inf if none of them may be already."""
     return min((at + overtake_seconds for at in arrived_at if now - at < overtake_seconds), default=math.inf)

@@ -1,4 +1,4 @@
-"""Where a request names its session: headers, and members of its body, in order of precedence.
+"""Headers and members of a body in which requests name their session, in order of precedence.
 
 Agents name their session by themselves, each in its own way:
 

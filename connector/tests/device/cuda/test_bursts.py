@@ -69,7 +69,7 @@ def test_addresses_that_are_no_whole_words_are_not_for_the_kernel() -> None:
 
 @given(st.integers(1, 30), st.lists(st.integers(0, 12), max_size=80))
 def test_the_ring_hands_out_free_rows(capacity: int, wishes: list[int]) -> None:
-    """0: the oldest taker gives back; n: someone takes n rows."""
+    """The wishes are: 0, the oldest taker gives back; n, a new taker takes n rows."""
     ring = DescriptorRing(capacity)
     held: list[tuple[int, int]] = []
     for wish in wishes:

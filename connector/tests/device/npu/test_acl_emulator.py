@@ -65,7 +65,7 @@ def test_variants_lack_what_old_runtimes_lack(without, missing):
 
 
 def test_faults_can_come_from_the_environment():
-    """For engines in processes of their own, which no control call reaches."""
+    """Engines in processes of their own, which no control call reaches, need this."""
     program = (
         "import ctypes, sys; lib = ctypes.CDLL(sys.argv[1]); "
         "print([lib.aclrtSetDevice(0) for _ in range(3)], [lib.aclrtGetVersion(*[ctypes.byref(ctypes.c_int())] * 3)])"

@@ -167,7 +167,7 @@ def test_calls_are_of_bounded_length(npu):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_store_sees_what_a_slow_kernel_writes(npu, mode):
-    """Without the wait for the compute stream the copy has run long before the kernel writes (vllm#45704)."""
+    """A copy that does not wait for the compute stream has run long before the kernel writes (vllm#45704)."""
     npu.device[:] = 1
     npu.emulator.gate(npu.compute, 3)
     npu.emulator.fill(npu.compute, npu.device, 2)

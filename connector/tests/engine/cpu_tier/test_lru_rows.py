@@ -318,7 +318,8 @@ def test_sessions_give_up_nothing_that_a_waiting_request_needs(region: HostRegio
 
 @pytest.mark.parametrize("need", ["waiting", "read"])
 def test_a_session_whose_end_is_needed_is_not_searched_for_what_may_leave(need: str):
-    """Whoever needs the end needs the beginning: an eviction would look at every chunk of each request under way."""
+    """A request that needs the end needs the beginning: an eviction would look at every chunk of each request under
+    way."""
     rows = 40
     region = unnamed_region(rows, 4096)
     sessions = Sessions(region, rows)

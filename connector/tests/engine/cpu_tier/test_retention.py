@@ -132,7 +132,7 @@ class TestNodeTier(RetentionContract):
 def test_no_other_engine_evicts_what_the_clients_of_one_retain(
     make_engine: MakeEngine, clock: SteppedClock, namespace: bytes
 ) -> None:
-    """Nor one of another model, as long as other chunks can leave."""
+    """An engine of another model does not evict them either, as long as other chunks can leave."""
     first, second = make_engine(8), make_engine(8, namespace)
     store(first, *range(8))
     clock.advance(1.0)
@@ -149,7 +149,7 @@ def test_no_other_engine_evicts_what_the_clients_of_one_retain(
 def test_a_chunk_that_comes_after_its_hold_is_held_for_all_engines(
     make_engine: MakeEngine, clock: SteppedClock
 ) -> None:
-    """Whichever engine stores it."""
+    """The hold counts, whichever engine stores the chunk."""
     first, second = make_engine(4), make_engine(4)
     clock.advance(1.0)
     first.sync()
@@ -209,7 +209,7 @@ def test_a_reset_ends_the_holds_of_its_engine_for_all(make_engine: MakeEngine, c
 
 
 def test_an_engine_has_its_part_of_the_node_to_hold(make_engine: MakeEngine, clock: SteppedClock) -> None:
-    """So all engines together hold no more than half of it."""
+    """All engines together hold no more than half of the node."""
     first = make_engine(16)
     store(first, *range(16))
     first.hold(ANN, 0.5, 60.0, [key(chunk) for chunk in range(16)])

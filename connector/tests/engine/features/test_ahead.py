@@ -43,7 +43,8 @@ AHEAD_ROWS = 12
 
 
 class HeldTier(PrefixTier):
-    """Has every chunk but those in `lacks`; does not know yet about those in `unknown`. The test ends loads."""
+    """Tier that has every chunk but those in `lacks`, and does not know yet about those in `unknown`. The test ends
+    loads."""
 
     def __init__(self) -> None:
         self.tier_type = "held"

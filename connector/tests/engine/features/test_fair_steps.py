@@ -198,7 +198,7 @@ def test_what_waits_in_vllms_other_queue_is_left_out_too_and_keeps_its_order(oth
 
 @pytest.mark.parametrize("status", BLOCKED)
 def test_a_user_who_is_not_ready_keeps_no_step_from_the_flood_and_is_in_each(status: RequestStatus) -> None:
-    """Only among the requests that it plans does vLLM look whether a load or a grammar is done."""
+    """vLLM looks only at the requests that it plans to see whether a load or a grammar is done."""
     rig = Rig()
     rig.flood()
     rig.runs("begun", "flood", computed=500)

@@ -165,7 +165,7 @@ def test_published_rows_are_right_and_every_block_is_returned(region: HostRegion
 
 
 def test_both_tiers_hold_different_chunks_once_the_cpu_tier_is_full(region: HostRegion):
-    """With eager stores the device holds all of the CPU tier's chunks, and no more than twelve are kept."""
+    """Eager stores leave all of the CPU tier's chunks on the device, too, and keep no more than twelve."""
     rig = Rig(region, per_step=1)
     for prompt in range(6):
         rig.begin(prompt)
@@ -423,7 +423,7 @@ def test_bad_blocks_lose_the_copies_of_what_a_preempted_request_gave_up_lately(r
 
 
 def test_what_gone_sessions_left_makes_room_for_new_chunks_at_once_and_is_not_copied_again(region: HostRegion):
-    """Unless a request uses it after all: then it is stored before the device gives it up."""
+    """A chunk that a request uses after all is stored before the device gives it up."""
     rig = Rig(region, per_step=1)
     now = [0.0]
     rig.tier._clock = lambda: now[0]

@@ -1,4 +1,4 @@
-"""When a prompt is computed and loaded at once, how far each goes, and what ends it.
+"""Prompts that are computed and loaded at once: when, how far each goes, and what ends it.
 
 Requests of sixteen chunks, and a shared tier that loads half as fast as the device computes.
 """

@@ -28,7 +28,7 @@ def said(samples: Samples) -> dict[tuple[str, str], str]:
 
 
 def test_settings_are_sent_with_versions_and_again_after_a_while():
-    """Once alone would not do: vLLM may drop the statistics of a step."""
+    """One report alone is not enough, because vLLM may drop the statistics of a step."""
     clock = SteppedClock()
     settings = ProcessSettings("worker-1", {"cpu_blocks": 40, "device": "a|b"}, clock)
     first, second, third = Samples(), Samples(), Samples()

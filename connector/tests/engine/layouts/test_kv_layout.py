@@ -33,7 +33,7 @@ def facts(tensor: torch.Tensor | tuple[torch.Tensor, ...], blocks: int = BLOCKS)
 
 
 def test_flash_attention_beside_flex_attention_on_cuda():
-    """With heads before tokens, the bytes of a block are others although the shape is the same."""
+    """Blocks whose heads come before tokens have other bytes although the shape is the same."""
     assert cache(NHD).shape == cache(HND).shape
     assert facts(cache(NHD)) != facts(cache(HND))
 

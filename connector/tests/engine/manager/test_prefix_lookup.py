@@ -319,7 +319,7 @@ def test_a_requests_own_chunks_make_no_room_for_its_others(stack: Stack):
 
 
 def test_a_requests_own_chunks_make_no_room_for_its_others_even_if_nothing_else_can(stack: Stack):
-    """While the tier stores slowly, rows whose stores are under way cannot be freed."""
+    """Rows whose stores are under way cannot be freed while the tier stores slowly."""
     keys, context = prompt_keys(1), stack.requests["r1"]
     others = [make_offload_key(bytes([100 + number]) * 32, 0) for number in range(ROWS - 4)]
     for stored in (keys[:3], others):
@@ -374,7 +374,7 @@ def test_a_request_that_may_meet_its_load_is_no_probe(stack: Stack):
 
 
 def test_a_request_whose_load_was_given_up_computes_and_the_next_one_does_not_load(stack: Stack):
-    """Without any rate of the tier: it is the first load of its life."""
+    """The tier has no measured rate yet: it is the first load of its life."""
     keys = prompt_keys(1)
     stack.tier.set_held(keys, True)
     assert stack.manager.lookup_prefix(keys, stack.requests["r1"]) is None

@@ -61,7 +61,7 @@ class Rig:
         self.spills.offer(keys[::-1] if reverse else keys, context)
 
     def drain(self) -> None:
-        """Until nothing waits or is in hand."""
+        """Wait until no spill is queued or in hand."""
         for _ in range(100):
             self.spills.give()
             self.take(IN_HAND_LEAST)

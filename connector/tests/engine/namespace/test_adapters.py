@@ -254,7 +254,7 @@ def test_two_engines_with_one_store_and_one_adapter_name(tmp_path: Path, folder:
 
 
 def test_an_engine_that_was_reloaded_shares_with_one_that_loads_once(tmp_path: Path, folder: Path):
-    """Whichever stores and whichever loads, and whatever the engine has loaded before."""
+    """Chunks are shared, whichever engine stores and whichever loads, and whatever each has loaded before."""
     store, trained = tmp_path / "kv", write_adapter(tmp_path / "trained", b"trained on")
     with open_engine(store) as reloaded:
         reloaded.load(adapter(trained))
@@ -284,7 +284,7 @@ def test_keys_of_a_reloaded_adapter_grow_with_the_request(engine: EngineProcess,
 
 
 def test_where_only_adapters_are_computed_rightly_nothing_else_is_stored(engine: EngineProcess, folder: Path):
-    """On CPUs an adapter may compute KV of the base model, which would be stored, and shared, as the model's own."""
+    """CPUs may compute KV of the base model with an adapter, which would be stored, and shared, as the model's own."""
     engine.half._stores_adapters_alone = True
     engine.load(adapter(folder))
 
@@ -315,7 +315,7 @@ def test_an_adapters_kv_is_found_again(engine: EngineProcess, folder: Path):
 
 @pytest.mark.parametrize("lora_int_id", [1, 2])
 def test_a_reload_under_the_same_name_is_another_adapter(engine: EngineProcess, folder: Path, lora_int_id: int):
-    """In place (the same id) or unloaded and loaded again (another id), from one folder."""
+    """A reload is in place (the same id), or the adapter is unloaded and loaded again (another id), from one folder."""
     engine.load(adapter(folder))
     engine.report(engine.compute("writer", adapter(folder)))
     write_adapter(folder, b"trained on")
@@ -349,7 +349,7 @@ def test_the_device_s_cache_tells_reloads_apart_too(engine: EngineProcess, tmp_p
 
 
 def test_no_salt_is_an_adapter(engine: EngineProcess, folder: Path):
-    """At an engine's own port a client writes any salt; vLLM 0.23 hashes it and an adapter's name alike."""
+    """A client writes any salt at an engine's own port; vLLM 0.23 hashes it and an adapter's name alike."""
     engine.load(adapter(folder))
     of_adapter = engine.request("adapter", adapter(folder))
     salted = engine.request("salted", None)

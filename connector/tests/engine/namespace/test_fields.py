@@ -111,7 +111,7 @@ def of_ranks(model: Path, num_ranks: int, *, one_cell: bool, settings: Settings 
 
 
 def test_a_row_that_holds_the_kv_of_all_ranks_once_is_that_of_one_rank(model: Path):
-    """So engines with any number of ranks share blocks, but for what is computed otherwise with it."""
+    """Engines with any number of ranks share blocks, except those that another number of ranks computes otherwise."""
     alone = of_ranks(model, 1, one_cell=False)
     for num_ranks in (2, 4):
         once = of_ranks(model, num_ranks, one_cell=True)
@@ -226,7 +226,7 @@ def test_a_longrope_model_with_another_length_is_another_model(tmp_path: Path):
 
 
 def test_a_llama4_with_another_length_is_another_model(model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Beyond 32,768 tokens vLLM's Llama 4 scales its queries, and with them everything behind the first layer."""
+    """vLLM's Llama 4 scales its queries beyond 32,768 tokens, and with them all that later layers compute."""
     monkeypatch.setattr(namespace_fields, "ARCHITECTURES_BY_LENGTH", frozenset({"LlamaForCausalLM"}))
     short, long = engine(model, {"max_model_len": 512}), engine(model, {"max_model_len": 2048})
     assert namespace(short).hex != namespace(long).hex

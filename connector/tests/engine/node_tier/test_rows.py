@@ -67,7 +67,7 @@ class Node:
 
     @contextmanager
     def lock_held(self) -> Iterator[None]:
-        """By a process that has stopped."""
+        """Hold the lock as a process does that has stopped."""
         descriptor = os.open(next(self.folder.glob("rows-*/index")), os.O_RDWR)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         try:
@@ -717,7 +717,7 @@ def test_what_an_engine_has_said_just_now_and_another_changes_it_says_anew(node:
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["alone", "kept"])
 def test_what_a_killed_engine_changed_last_is_announced_by_another_one(node: Node, is_kept: bool):
-    """Whoever releases what the killed one had claimed."""
+    """The engine that releases what the killed one had claimed announces it."""
     first, second = node.engine(), node.engine()
     keeper = NodeKeeper(node.folder, ROWS * ROW_BYTES, 1, lambda: (1 << 40, "test"), lambda: node.seconds)
     store(first, 1, 2, 3, 4)

@@ -278,7 +278,7 @@ def _assigned(node: ast.AST) -> tuple[list[ast.expr], ast.expr | None]:
 
 
 def _owner(target: ast.expr) -> ast.expr | None:
-    """Whose attribute is assigned to."""
+    """Return the expression whose attribute is assigned to."""
     match target:
         case ast.Attribute(value=owner):
             return owner

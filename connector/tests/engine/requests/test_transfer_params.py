@@ -113,7 +113,7 @@ def test_the_scheduler_s_half_takes_in_any_value(half: SpillwayConnectorSchedule
 
 
 def test_a_value_of_another_form_is_not_logged(half: SpillwayConnectorScheduler, caplog: pytest.LogCaptureFixture):
-    """Else each request could write megabytes to the log."""
+    """A request could write megabytes to the log if it were."""
     huge = "x" * 1_000_000
     request = a_request({"max_offload_tokens": huge, "max_load_tokens": huge, "kv_load_tiers": [huge] * 1_000})
 
@@ -180,7 +180,7 @@ def together(*connectors: object) -> MultiConnector:
 
 
 def test_an_engine_takes_in_known_members_alone(preprocess: Any):
-    """Before its scheduler, which reads some itself."""
+    """Members are dropped before the engine's scheduler sees them, which reads some itself."""
     assert preprocess(Ours(), {**KNOWN, **FOREIGN}) == KNOWN
     assert preprocess(Ours(), FOREIGN) is None
 

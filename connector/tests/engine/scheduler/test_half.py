@@ -558,7 +558,7 @@ def test_a_change_of_weights_drops_the_cpu_tier_and_running_requests_offload_no_
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_what_is_computed_after_the_device_s_reset_is_stored_again(scheduler, accepted: bool):
-    """Also of a request that came before it: it holds no block that is older."""
+    """This holds for a request that came before the reset, too: it holds no block that is older."""
     pool = BlockPool(64, enable_caching=True, hash_block_size=BLOCK_TOKENS)
     if not accepted:
         pool.get_new_blocks(1)  # by a request that runs

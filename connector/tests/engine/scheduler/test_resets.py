@@ -53,7 +53,7 @@ def region() -> Iterator[HostRegion]:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_what_a_reset_drops_is_announced_once(region: HostRegion, policy: str):
-    """Else a gateway would go on believing in those chunks. Of a chunk that was never ready nothing was announced."""
+    """A gateway would go on believing in those chunks otherwise. No event announced a chunk that was never ready."""
     tier = make_cpu_tier(ROWS, region, policy, enable_events=True)
     tier.on_new_request(CONTEXT)
     ready, written = [key(1), key(2)], [key(3)]

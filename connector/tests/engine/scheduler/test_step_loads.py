@@ -1,5 +1,4 @@
-"""When a load goes under its request's own step, and what the scheduler keeps of it. Requests of four blocks, two
-ranks."""
+"""Loads under their request's own step, and what the scheduler keeps of them. Requests of four blocks, two ranks."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Rig:
         self.half.build_connector_meta(step_output(preempted=preempted))
 
     def kept(self) -> set[str]:
-        """Whose chunks are kept, all of them."""
+        """Return the names of the prompts all of whose chunks are kept."""
         kept = self.tier.waiting.kept
         return {name for name in "abcdef" if kept >= set(keys(name))}
 
@@ -199,7 +199,8 @@ def test_a_reset_leaves_nothing_kept(rig):
 
 @pytest.mark.parametrize("others", [("b", "c", "d", "e", "f"), ("b", "c", "d", "e")])
 def test_the_first_eviction_of_a_tier_that_had_room_takes_nothing_that_waits(rig, others):
-    """However much of the tier it takes at once, and although no step has ended since the room was there."""
+    """This holds however much of the tier the request takes at once, although no step has ended since there was
+    room."""
     rig.half.reset_cache()
     rig.store("a")
     rig.arrive("a")

@@ -1,4 +1,4 @@
-"""From one configured tier to an open backend."""
+"""The way from one configured tier to an open backend."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_server_that_is_away_is_no_error_at_the_start():
 
 
 def test_a_session_reaches_the_slabs_of_the_node(tmp_path: Path):
-    """Through the manager's own calls; the file beside the index has the session's row."""
+    """The session goes through the manager's own calls, and the file beside the index has its row."""
     rows = memoryview(bytearray(8 * PAYLOAD_BYTES))
     geometry = SimpleNamespace(payload_bytes=PAYLOAD_BYTES, row_bytes=PAYLOAD_BYTES)
     spec = SimpleNamespace(geometry=geometry, namespace=NAMESPACE, announces_blocks=False)

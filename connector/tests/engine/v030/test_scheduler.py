@@ -1,4 +1,4 @@
-"""When vLLM's half enters the manager since 0.33: under its lock, and for the end of a step after all else."""
+"""Calls of vLLM's half into the manager since 0.33: under its lock, and after all else at the end of a step."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_method_takes_what_it_did(methods: Methods) -> None:
 
 @pytest.mark.parametrize(("ours", "theirs"), list(overrides()))
 def test_an_override_takes_what_vllm_passes(ours: Any, theirs: Any) -> None:
-    """By position and by name; what it takes in addition has a default."""
+    """An override takes the same arguments by position and by name; its additional parameters have defaults."""
     takes, passed = inspect.signature(ours).parameters.values(), list(inspect.signature(theirs).parameters.values())
     named = {one.name: one for one in takes}
     if any(one.kind is one.VAR_KEYWORD for one in takes):

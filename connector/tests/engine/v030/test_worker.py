@@ -127,7 +127,7 @@ def test_a_failed_load_of_one_list_of_blocks_names_them(refused):
 
 
 def test_the_connector_reports_of_every_step():
-    """In a step without a forward pass vLLM drops a report of None, and the scheduler's half never hears of its end."""
+    """vLLM drops a report of None in a step without a forward pass, and the scheduler's half never hears of its end."""
     connector = SpillwayConnector.__new__(SpillwayConnector)
     connector.connector_worker, scripted = make(FULL)
     assert connector.connector_worker.build_connector_worker_meta() is None
@@ -261,7 +261,7 @@ def test_copies_are_counted_for_vllm_and_for_spillway():
 
 
 def test_the_state_of_the_device_is_reported_once():
-    """Else every step without a copy would send metadata."""
+    """Every step without a copy would send metadata if it were reported each time."""
     worker, _ = make(FULL)
     device = SimpleNamespace(
         path=SimpleNamespace(name=BATCH), pin=SimpleNamespace(pinned=True, method=SimpleNamespace(value="any"))
@@ -295,7 +295,7 @@ def test_the_settings_of_the_process_go_with_the_reports_of_jobs_and_replace_non
 @pytest.mark.skipif(not hasattr(KVConnectorBase_V1, "unregister_kv_caches"), reason="vLLM 0.33's contract of sleeps")
 @pytest.mark.parametrize("level", [1, 2])
 def test_no_copy_touches_the_device_once_a_sleep_takes_its_memory(monkeypatch, level):
-    """Through the sleep of vLLM's own worker class."""
+    """The sleep is that of vLLM's own worker class."""
     from vllm.v1.worker import gpu_worker
 
     worker, copies = make(FULL)

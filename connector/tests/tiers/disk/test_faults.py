@@ -174,7 +174,7 @@ def _files_of(tier: DiskTier) -> list[Path]:
 
 
 def _find(path: Path, key: bytes) -> int | None:
-    """Where the frame of a key begins in a file of frames."""
+    """Find the beginning of a key's frame in a file of frames."""
     raw = path.read_bytes()
     at = raw.find(b"SPILLKV\n")
     while at >= 0:
@@ -199,7 +199,7 @@ def _write(path: Path, at: int, raw: bytes) -> None:
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Not root for a while, because permissions do not bind root."""
+    """Run the block without root's rights, because permissions do not bind root."""
     was_root = os.geteuid() == 0
     if was_root:
         os.seteuid(65534)
@@ -395,7 +395,7 @@ print(json.dumps(report))
 
 
 def _frame_bytes(root: Path) -> int:
-    """While the maintenance thread may remove files and folders."""
+    """Count the bytes of frames while the maintenance thread may remove files and folders."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:

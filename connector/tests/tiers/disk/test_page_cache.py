@@ -1,4 +1,5 @@
-"""Where the page cache is not used at all; what is in it and what a load makes of that: slab/test_page_cache.py."""
+"""Mounts on which the page cache is not used at all; slab/test_page_cache.py tests what is in it and what a load makes
+of that."""
 
 from __future__ import annotations
 

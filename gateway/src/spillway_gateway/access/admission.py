@@ -215,7 +215,7 @@ class Admission:
         self._look_again()
 
     def _look_again(self) -> None:
-        """Without engines: once none is expected back any more."""
+        """Plan to wake requests that wait for an engine once none is expected back any more."""
         if self._looks_again is None and self.waiting_requests and (seconds := self._return_seconds()):
             self._looks_again = asyncio.get_running_loop().call_later(seconds, self._none_returned)
 

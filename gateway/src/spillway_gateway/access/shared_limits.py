@@ -204,7 +204,7 @@ class SharedLimits:
             call.exception()  # retrieved, so that asyncio does not log it as never retrieved
 
     def _disconnect(self, why: str) -> None:
-        """This replica decides by itself from now on."""
+        """Let this replica decide by itself from now on."""
         self.connected = False
         if self._clock() - self._back_at > self._config.retry_seconds_max:
             self._pauses = 0  # Redis had answered for a while: this is another outage

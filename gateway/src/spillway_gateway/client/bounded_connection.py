@@ -170,7 +170,7 @@ class BoundedConnection(HttpToolsProtocol):
             raise self._head_too_large()
 
     def _bound_body(self) -> None:
-        """More of a body follows. The request's task takes what has come before much more of it is read."""
+        """Pause reading if much of a body waits for the request's task, before more of it comes."""
         cycle = self.cycle
         if len(cycle.body) > HIGH_WATER_LIMIT and not (self.pipeline or cycle.response_complete):
             self.flow.pause_reading()
@@ -366,8 +366,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._feed(held)
 
     def expect_body(self, seconds: float) -> None:
-        """Until the body is complete, each period of this length has to bring bodyBytesPerSecondMin a second.
-        A slower body ends receive() with `body_timed_out` set."""
+        """Require bodyBytesPerSecondMin in each period of this length until the body is complete. A slower body ends
+        receive() with `body_timed_out` set."""
         self._body_seconds = seconds
         self._body_bytes_before = 0
         self._deadline = self.loop.time() + seconds

@@ -1,4 +1,4 @@
-"""When a prompt is computed on another engine than its answer; see routing/legs.py."""
+"""Choice of prompts that another engine computes than the one that answers; see routing/legs.py."""
 
 from __future__ import annotations
 

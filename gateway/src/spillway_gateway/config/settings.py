@@ -167,7 +167,7 @@ class RetentionConfig(values.Retention, frozen=True):
 
 
 class BreakerConfig(values.Breaker, frozen=True):
-    """When an engine that answers polls and fails requests is left alone; see fleet/breaker.py."""
+    """Bounds beyond which an engine is left alone that answers polls and fails requests; see fleet/breaker.py."""
 
 
 class AuthConfig(CamelSection, frozen=True):
@@ -209,7 +209,7 @@ class AuditConfig(values.Audit, frozen=True):
 
 
 class ReloadConfig(values.Reload, frozen=True):
-    """Between two looks at the configuration file; 0: only SIGHUP reads it again."""
+    """Pause between two looks at the configuration file; 0: only SIGHUP reads it again."""
 
 
 class GatewayConfig(CamelSection, frozen=True):

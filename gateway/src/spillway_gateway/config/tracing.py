@@ -12,8 +12,9 @@ _CHART = Tracing()
 
 
 class TracingConfig(CamelSection, frozen=True):
-    """Off without an endpoint. Headers for the collector come from the environment, OTEL_EXPORTER_OTLP_HEADERS, as they
-    may hold a key; further attributes of the resource from OTEL_RESOURCE_ATTRIBUTES."""
+    """Export of traces, off without an endpoint. Headers for the collector come from the environment,
+    OTEL_EXPORTER_OTLP_HEADERS, as they may hold a key; further attributes of the resource come from
+    OTEL_RESOURCE_ATTRIBUTES."""
 
     otlp_endpoint: Text | None = None  # OTLP over HTTP: http://collector:4318/v1/traces
     # The share of requests that are sampled if their caller does not decide it by a traceparent.

@@ -88,7 +88,7 @@ class SliceTable:
         self.slices: dict[str, EndpointSlice] = {}
 
     def apply(self, event: WatchEvent) -> bool:
-        """True when something may have changed. Repeats are harmless."""
+        """Apply an event. Returns whether something may have changed. Repeats are harmless."""
         if event.piece is None:
             return False
         name = event.piece.metadata.name

@@ -15,7 +15,7 @@ RESTART_SECONDS = 5.0  # after a defect: a gateway that no longer sees engines c
 
 
 def describe(config: DiscoveryConfig) -> str:
-    """Where the source looks, for people to read."""
+    """Name the place that the source reads, for people."""
     if config.kubernetes is not None:
         namespace = config.kubernetes.namespace or "the gateway's namespace"
         services = ", ".join([config.kubernetes.service, *config.kubernetes.role_services])

@@ -1,4 +1,4 @@
-"""Who holds which block: the table of blocks, its holders and their keys, bounded in bytes.
+"""The table of blocks, their holders and their keys, bounded in bytes.
 
 A holder is an engine or the store of a shared tier; its slot is its place in the masks of the table's entries. On the
 event loop only, in steps: whoever adds blocks adds STEP_BLOCKS at most between two calls of evict().

@@ -1,4 +1,4 @@
-"""Who holds the blocks of a prompt, a run of blocks at a time.
+"""Holders of the blocks of a prompt, a run of blocks at a time.
 
 A prompt of 50,000 tokens has 3,125 blocks of 16, and a turn of a conversation repeats nearly all blocks of the turn
 before it. So the holders of RUN_BLOCKS consecutive blocks are read once and kept until one of these blocks changes. The

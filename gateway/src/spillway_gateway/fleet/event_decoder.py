@@ -29,7 +29,7 @@ class Undecodable(Exception):
 
 
 class Tier(IntEnum):
-    """Where a block lies, from the engine's device outwards. Values are bit positions of the index."""
+    """Place of a block, from the engine's device outwards. Values are bit positions of the index."""
 
     DEVICE = 0
     CPU = 1

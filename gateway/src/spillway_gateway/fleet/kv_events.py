@@ -392,8 +392,8 @@ class EventFollower:
                 raise ReplayFailed(f"stopped after {received} messages, none of them new") from error
 
     async def _decode(self, frame: BatchFrame) -> EventBatch | None:
-        """None for a payload that is no batch. It is counted and skipped like an unknown event; a stale entry that it
-        leaves behind costs one misplaced request."""
+        """Decode a batch, or return None for a payload that is no batch. It is counted and skipped like an unknown
+        event; a stale entry that it leaves behind costs one misplaced request."""
         try:
             steps = decode_in_steps(frame.payload)
             while True:

@@ -64,7 +64,7 @@ class Container:
             self.left *= 2
 
     def skip(self) -> Generator[None, None, tuple[int, int]]:
-        """Where the next value begins and ends."""
+        """Skip the next value and return where it begins and ends."""
         start = self.at
         self.at = yield from end_of(self._data, start, 1)
         self.left -= 1
@@ -82,7 +82,7 @@ class Container:
 
 
 def end_of(data: bytes, at: int, count: int) -> Generator[None, None, int]:
-    """Where `count` values end. Yields after each STEP_VALUES. Raises NotMsgpack if the bytes end before them."""
+    """Find the end of `count` values. Yields after each STEP_VALUES. Raises NotMsgpack if the bytes end before them."""
     sizes, values = _BYTES, _VALUES
     walked = 0
     try:

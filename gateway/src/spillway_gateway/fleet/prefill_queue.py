@@ -56,13 +56,14 @@ class PrefillQueue:
             self._begun_at = self._clock()
 
     def tokens_left(self, now: float, tokens_per_second: float) -> int:
-        """Left to compute, at the engine's rate."""
+        """Estimate the tokens that are left to compute, at the engine's rate."""
         if not self._prompts:
             return 0
         oldest = next(iter(self._prompts.values()))
         return self.tokens - min(oldest, int((now - self._begun_at) * tokens_per_second))
 
     def computes_from(self, first_block: int) -> int | None:
-        """From which token on the oldest cold prompt that begins with this block is computed; None: there is none."""
+        """Return the token from which on the oldest cold prompt that begins with this block is computed; None if there
+        is none."""
         burst = self._found.get(first_block)
         return None if burst is None else next(iter(burst.values()))

@@ -127,7 +127,8 @@ class SharedStores:
         return [self._stores.pop(store_id).blocks for store_id in unused]
 
     def readers(self, device_bit_of: Callable[[str], int], *, paying: bool = False) -> StoreReaders:
-        """For prefix_match: of each store in use. paying: without the engines that decline its type."""
+        """Return the readers of each store in use, as prefix_match takes them. paying: without the engines that
+        decline its type."""
         found: list[tuple[int, int, StoreOf]] = []
         nearest: dict[str, int] = {}  # by engine, of the types of shared tiers that it loads from
         for name, store in self._stores.items():

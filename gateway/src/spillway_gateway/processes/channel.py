@@ -26,8 +26,13 @@ HANDLED_PER_ITERATION = 64  # messages: with what a request then does, under 10 
 
 
 class Channel(asyncio.Protocol):
-    """On the event loop. on_message: for each message that arrives. on_closed: once, when nothing more will. turns: of
-    all channels of the process."""
+    """One end of the connection, on the event loop.
+
+    Args:
+        on_message: Called for each message that arrives.
+        on_closed: Called once, when no more messages will arrive.
+        turns: The turns of all channels of the process.
+    """
 
     def __init__(
         self,

@@ -183,7 +183,8 @@ UNCOUNTED = Uncounted()
 
 
 class ChannelRouter:
-    """On the event loop. hint: sends an engine the first tokens of a prompt, as many as are given."""
+    """A front's router, on the event loop: it asks the router process. hint: sends an engine the first tokens of a
+    prompt, as many as are given."""
 
     def __init__(self, client: RouterClient, hint: Hint) -> None:
         self._client = client

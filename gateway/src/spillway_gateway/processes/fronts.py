@@ -66,8 +66,8 @@ async def spawn(router: socket.socket) -> Process:
 
 
 class Fronts:
-    """On the event loop. new_session: serves one front; its arguments are what to call when it listens and when it has
-    ended. first_messages: what a front is sent at its start."""
+    """The front processes, on the event loop. new_session: serves one front; its arguments are what to call when it
+    listens and when it has ended. first_messages: what a front is sent at its start."""
 
     def __init__(
         self,

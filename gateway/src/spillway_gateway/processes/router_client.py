@@ -24,8 +24,8 @@ _ERRORS: dict[str, type[GatewayError]] = {
 
 
 class RouterClient:
-    """On the event loop. on_message: handles what answers no question. on_lost: called once, when the router is gone.
-    Nothing may be sent or asked before connect()."""
+    """A front's questions, on the event loop. on_message: handles messages that answer no question. on_lost: called
+    once, when the router is gone. Nothing may be sent or asked before connect()."""
 
     def __init__(self, on_message: Callable[[Message], None], on_lost: Callable[[], None]) -> None:
         self._on_message = on_message

@@ -21,7 +21,8 @@ PROGRESS_SECONDS = 1.0  # between two messages about progress
 
 
 class StatePublisher:
-    """On the event loop. roster, engines: the router's. tell: sends a message to every front."""
+    """Publisher of the router's state, on the event loop. roster, engines: the router's. tell: sends a message to
+    every front."""
 
     def __init__(self, roster: Roster, engines: ModelEngines, tell: Callable[[Message], None]) -> None:
         self._roster = roster

@@ -31,7 +31,7 @@ class Clients:
 
 
 class EngineTasks:
-    """On the event loop. in_service: whether an engine of this name is on the roster."""
+    """The tasks of all engines, on the event loop. in_service: whether an engine of this name is on the roster."""
 
     def __init__(self, clients: Clients, metrics: GatewayMetrics, in_service: Callable[[str], bool]) -> None:
         self._clients = clients

@@ -16,7 +16,8 @@ from spillway_gateway.tokens.prompt import BlockSizes
 
 
 class ModelEngines(Protocol):
-    """On the event loop. The roster calls the methods in whose names a model is, without an await between."""
+    """The engines of the roster's models, on the event loop. The roster calls the methods that have `model` in their
+    names without an await between them."""
 
     def configure(self, config: GatewayConfig) -> None:
         """Take a new configuration, before the calls for its models."""

@@ -35,7 +35,7 @@ async def listed(config: KubernetesDiscovery) -> Mapping[str, int]:
 
 
 class Objectives:
-    """On the event loop.
+    """Follower of InferenceObjectives, on the event loop.
 
     Args:
         fleets: those in service.

@@ -21,8 +21,8 @@ from spillway_gateway.tokens.tokenizer import PromptTokenizer
 
 
 class Roster:
-    """On the event loop. models: by name and by alias. fleets and models are changed in place, so their holders see the
-    current state. engines: what each model's engines come from."""
+    """The models in service, on the event loop. models: by name and by alias. fleets and models are changed in place,
+    so their holders see the current state. engines: what each model's engines come from."""
 
     def __init__(
         self, config: GatewayConfig, metrics: GatewayMetrics, threads: FairThreads, engines: ModelEngines

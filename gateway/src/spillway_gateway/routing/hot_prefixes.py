@@ -171,7 +171,7 @@ class HotPrefixes:
 
 
 def _further(keys: Sequence[int], depth: int, next_depth: int) -> tuple[int, int] | None:
-    """Where a prompt goes on from its first `depth` blocks; None: it ends there."""
+    """Find the blocks with which a prompt goes on after its first `depth` blocks; None if it ends there."""
     count = len(keys)
     if depth == count:
         return None

@@ -44,8 +44,8 @@ async def annotate(config: KubernetesDiscovery, pod: str, annotations: Mapping[s
 
 
 class PodCosts:
-    """On the event loop. fleets: those in service. costs: of each model's pods, as last found. outcomes: of writes, by
-    model: written, gone (there is no such pod) or failed."""
+    """Writer of the costs, on the event loop. fleets: those in service. costs: of each model's pods, as last found.
+    outcomes: of writes, by model: written, gone (there is no such pod) or failed."""
 
     def __init__(
         self,

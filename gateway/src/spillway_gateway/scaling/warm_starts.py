@@ -34,7 +34,7 @@ class Hints(Protocol):
 
 
 class WarmStarts:
-    """On the event loop.
+    """The warm starts of all new engines, on the event loop.
 
     outcomes: of engines by model: nothing (no prefix is hot and in a shared tier), warmed (all were accepted), late
     (the time was over, or the engine was gone), refused (the engine takes no hints).

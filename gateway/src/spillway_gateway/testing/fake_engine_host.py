@@ -20,7 +20,7 @@ THREAD_SECONDS_MAX = 30.0  # for a start or a stop in the thread
 
 @contextlib.contextmanager
 def served_in_thread(engine: FakeEngine) -> Iterator[FakeEngine]:
-    """On an event loop in a thread of its own, for a test without one."""
+    """Serve the engine on an event loop in a thread of its own, for a test without one."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

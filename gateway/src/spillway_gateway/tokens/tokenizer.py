@@ -178,8 +178,9 @@ class PromptTokenizer:
                 self._segments.put(key, b"".join(run))  # type: ignore[arg-type]
 
     def _special_places(self, text: str, *, any_number: bool = True) -> list[int] | None:
-        """Where special tokens begin. Text without their first character is skipped by str.find(), which takes a
-        fifteenth of the pattern's time. any_number: None if that character is found at more than SPECIAL_PLACES_MAX."""
+        """Find where special tokens begin. Text without their first character is skipped by str.find(), which takes a
+        fifteenth of the pattern's time. any_number: if not, return None if that character is found at more than
+        SPECIAL_PLACES_MAX."""
         assert self._special is not None
         if len(text) <= PATTERN_CHARS_MAX:
             return [found.start() for found in self._special.finditer(text)]

@@ -285,9 +285,9 @@ class Exchange:
         return EngineFirstByteTimeout(f"Engine {self._engine_name} sent no reply within {self._answer_seconds:g} s")
 
     def silence_due(self, now: float) -> float:
-        """Sooner if another engine could go on. Later if this one works meanwhile, as its metrics or its other streams
-        show: a parser may hold the arguments of a tool call back until they are whole. The stream is then as silent as
-        a plain reply, and has the bound of one."""
+        """Return when a silent stream is given up: sooner if another engine could go on; later if this one works
+        meanwhile, as its metrics or its other streams show, because a parser may hold the arguments of a tool call
+        back until they are whole. The stream is then as silent as a plain reply, and has the bound of one."""
         timeouts, since = self._services.live.timeouts, self.since
         idle = due = since + timeouts.idle_seconds
         if self._continuation is not None:
@@ -326,8 +326,8 @@ class Exchange:
 
 
 class Deadline(NamedTuple):
-    """When a state ends at the latest, and with what. Both are given the present loop time. goes_on: the state shares
-    its beginning with the one before."""
+    """The latest end of a state, and its cause. Both are given the present loop time. goes_on: the state shares its
+    beginning with the one before."""
 
     due: Callable[[Exchange, float], float]
     cause: Callable[[Exchange, float], Exception]

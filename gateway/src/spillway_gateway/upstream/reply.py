@@ -184,12 +184,13 @@ class Reply:
             self._silent_task = asyncio.get_running_loop().create_task(self._comment_on_silence())
 
     async def _comment_on_silence(self) -> None:
-        """Does not wait: the client takes bytes. So no other write of this reply comes between."""
+        """Send a comment, which does not wait, as the client takes bytes. So no other write of this reply comes
+        between."""
         if self._may_comment():
             await self.comment(COMMENT)
 
     def _may_comment(self) -> bool:
-        """Between two events of a client that reads."""
+        """Whether a comment may be sent: the stream is between two events, and its client reads."""
         exchange = self._exchange
         between = self.stream.at_boundary or not exchange.committed
         return between and not self._comments_over and not exchange.sending and self._client.writable
@@ -330,7 +331,7 @@ class Reply:
     # -- usage -------------------------------------------------------------------------------------------------------
 
     def count_cached(self, attempt: Attempt | None) -> None:
-        """Once, at the end: what routing expected to be cached and what the engine reports.
+        """Count once, at the end, what routing expected to be cached and what the engine reports.
 
         vLLM leaves the number out if it is 0, as an engine that is not to report it does always.
         """

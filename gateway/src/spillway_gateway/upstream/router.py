@@ -79,7 +79,7 @@ class Admitted(Protocol):
 
 
 class Router(Protocol):
-    """On the event loop."""
+    """The port, on the event loop."""
 
     # -- engines
 

@@ -26,7 +26,7 @@ def with_missing_settings(text: str) -> str:
 
 
 def _missing(node: yaml.Node | None, section: msgspec.Struct, path: str) -> Iterator[tuple[int, str]]:
-    """Where each new line goes; of those at one place, in their order."""
+    """Yield the place of each new line, and the line; those of one place in their order."""
     if not isinstance(node, yaml.MappingNode):
         return
     given = {key.value: value for key, value in node.value}

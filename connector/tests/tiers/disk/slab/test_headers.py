@@ -26,7 +26,7 @@ def table(tmp_path: Path) -> HeaderTable:
 
 
 def _listed(folder: Path, shape: SizeClassShape = SHAPE) -> dict[int, bytes]:
-    """By slot, as a process that has just started reads them."""
+    """Read the headers by slot, as a process that has just started does."""
     table = HeaderTable(folder, shape)
     found = np.concatenate([table.read_chunk(chunk) for chunk in range(shape.chunks)])
     return {slot: found[slot].tobytes() for slot in np.flatnonzero(found.any(1)).tolist()}

@@ -168,7 +168,7 @@ def test_no_page_of_a_file_of_the_store_is_mapped(make_tier: MakeTier, size_clas
 
 
 def test_a_process_whose_index_is_cut_lives(tmp_path: Path) -> None:
-    """With a mapped index it ends with SIGBUS at the next look-up, without a line in the log."""
+    """A process that maps the index ends with SIGBUS at the next look-up, without a line in the log."""
     program = (
         "import os, sys; from pathlib import Path\n"
         "from spillway_connector.testing.tier_contract import *\n"

@@ -68,7 +68,7 @@ def test_the_space_of_a_dropped_chunk_is_free_although_others_have_it_open(tmp_p
 
 
 def test_no_more_is_given_back_than_others_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the file system says only later that removed files have left it."""
+    """This holds for a file system, too, that says only later that removed files have left it."""
     filled(tmp_path, 90).close()
     taken = bytes_on_disk(tmp_path)
     real = os.statvfs(tmp_path)

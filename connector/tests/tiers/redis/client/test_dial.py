@@ -161,7 +161,7 @@ def test_without_time_nothing_is_tried(valkey: ValkeyServer) -> None:
 
 
 class _Deaf(selectors.PollSelector):
-    """Nothing ever becomes ready, and waiting costs a stepped clock what it was allowed to."""
+    """A selector in which nothing ever becomes ready; a stepped clock advances by the time that a wait was allowed."""
 
     def __init__(self, clock: SteppedClock) -> None:
         super().__init__()

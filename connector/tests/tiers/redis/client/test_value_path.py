@@ -150,7 +150,7 @@ def wakes_at(sock: DeadlineSocket) -> int:
 
 
 def test_a_wait_within_a_large_value_ends_once_enough_of_it_is_there() -> None:
-    """And within the rest of it, and behind it, with the first byte."""
+    """The first byte ends a wait within the rest of the value and behind it."""
     value = random.Random(3).randbytes(2 * BULK_BYTES + 17)
     target = memoryview(bytearray(len(value)))
     seen: list[tuple[int, int]] = []  # bytes in place, and what would end a wait for the next

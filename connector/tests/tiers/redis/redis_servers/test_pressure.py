@@ -35,7 +35,7 @@ def fill(tier: RedisTier, seeds: range) -> list[int]:
 
 
 def info_calls(client: redis.Redis) -> int:
-    """Our own question is counted too."""
+    """Count the server's INFO calls, this one included."""
     return int(client.info("commandstats").get("cmdstat_info", {"calls": 0})["calls"])
 
 

@@ -1,4 +1,4 @@
-"""Where an answer can go on from, and what its text is there. Pure.
+"""The token from which an answer can go on, and its text up to there. Pure.
 
 An engine that continues sees tokens alone: it decodes none of those before the junction, and looks for stop strings in
 what it adds. So the junction lies where the client's text is the text of whole tokens, and stop strings that begin
@@ -51,8 +51,8 @@ def known_junction(sent: SentAnswer, withheld_chars: int) -> Junction | None:
 
 
 def pieces(sent: SentAnswer, withheld_chars: int) -> Iterator[Piece]:
-    """To be decoded one after another until `joined` accepts one: the last tokens with text may hold the first bytes of
-    a character."""
+    """Yield the pieces to decode one after another until `joined` accepts one: the last tokens with text may hold the
+    first bytes of a character."""
     last = sent.texts[-1].end
     start = max(0, last - CONTEXT_TOKENS - _CHAR_TOKENS * withheld_chars)
     for end in range(last, max(start, last - 1 - _PENDING_TOKENS_MAX), -1):
