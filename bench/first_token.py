@@ -191,7 +191,7 @@ def measure(engines: Engines, tier: str, tokens: int, runs: int, busy_loops: int
 
 @contextmanager
 def beside(busy_loops: int) -> Iterator[None]:
-    """Within it, ``busy_loops`` processes compute."""
+    """Let ``busy_loops`` processes compute within the block."""
     command = [sys.executable, "-c", BUSY_LOOP, str(BUSY_SECONDS)]
     loops = [subprocess.Popen(command) for _ in range(busy_loops)]
     try:
@@ -376,7 +376,8 @@ def stored_counter(tier: str, stack: LocalStack) -> Callable[[], int]:
 
 
 def whole_blocks(server: redis.Redis) -> int:
-    """Without the namespace document and the stripes of large blocks, whose commit record has the plain name."""
+    """Count whole blocks: neither the namespace document nor the stripes of large blocks, whose commit record has the
+    plain name."""
     if evicted := int(server.info("stats")["evicted_keys"]):
         raise BenchError(f"the server has evicted {evicted} values: fewer --runs or --tokens fit into it")
     names = [name for name in server.scan_iter(count=1000) if name.count(b":") == 2]

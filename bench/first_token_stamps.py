@@ -1,4 +1,4 @@
-"""Where the time of one first token goes, process by process: from the CPU tier, and from a shared tier.
+"""Time of one first token, process by process: from the CPU tier, and from a shared tier.
 
     python bench/first_token_stamps.py [--tiers redis nvme] [--runs 5]
 
@@ -107,7 +107,7 @@ def measure(tier: str, tokens: int, runs: int) -> dict[str, list[Trace]]:
                 return Trace(sent_at, answer.first_token_seconds * 1e3, stamps_of(file, place), spent)
 
             def trace_all(port: int) -> list[Trace]:
-                """Without the first request, which only shows which processes there are."""
+                """Return the traces of all requests but the first, which only shows which processes there are."""
                 warm = trace(port, prompts[0], known[0], {})
                 pids = {PROCESSES[stamp.name]: stamp.pid for stamp in warm.stamps if stamp.name in PROCESSES}
                 if server is not None:
@@ -121,7 +121,7 @@ def measure(tier: str, tokens: int, runs: int) -> dict[str, list[Trace]]:
 
 @contextmanager
 def stamping(file: Path) -> Iterator[Path]:
-    """Within it, processes that are started stamp into ``file``."""
+    """Let processes that are started within the block stamp into ``file``."""
     file.touch()
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent / "stamping"), *([before] if before else [])])

@@ -332,7 +332,7 @@ def _decode_report(speeds: dict[str, list[float]], given_up: Sequence[bool], giv
 def _rows_of(
     speeds: dict[str, list[float]], rounds: int, given_up: Sequence[bool]
 ) -> dict[str, tuple[str, Sequence[int]]]:
-    """By row of the table: its configuration and rounds."""
+    """Choose the configuration and the rounds of each row of the table."""
     rows = {name: (name, range(rounds)) for name in speeds if name != "auto"}
     if "auto" in speeds:
         decided = list(given_up).index(True) if True in given_up else rounds

@@ -58,7 +58,7 @@ OUTPUT = Path("build/bench/gpu_fair_steps.json")
 
 
 class Party(NamedTuple):
-    """Who asks: a tenant, by its cache salt, and its session."""
+    """A party that asks: a tenant, by its cache salt, and its session."""
 
     tenant: str
     session: str

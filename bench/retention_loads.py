@@ -68,7 +68,7 @@ class Request:
 
 
 def requests_of(trace: Trace) -> list[Request]:
-    """In the order of their starts."""
+    """Requests of the trace in the order of their starts."""
     answer_seconds = BRIEF_ANSWER_SECONDS if trace.name == "brief" else ANSWER_SECONDS
     made: list[Request] = []
     for session in trace.sessions:

@@ -1,4 +1,4 @@
-"""From six engines to three under sixty sessions: the highest ordinals against the coldest pods. Simulated.
+"""Scale-down from six engines to three under sixty sessions: the highest ordinals against the coldest pods. Simulated.
 
     PYTHONPATH=tests .venv/local/bin/python bench/scale_down.py
 

@@ -22,7 +22,7 @@ _open_tier, _load_block = open_shared_tier.open_tier, upstream.load_block
 
 
 class UpstreamSpec(TieringOffloadingSpec):  # type: ignore[misc]
-    """Under a name that vLLM does not know, so that it imports this module."""
+    """vLLM's spec under a name that vLLM does not know, so that it imports this module."""
 
 
 def _open_slow_tier(*arguments: Any) -> Any:

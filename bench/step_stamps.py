@@ -1,4 +1,5 @@
-"""When an engine's scheduler planned each step and when its result was there, and how long the user's prompts waited.
+"""Stamps of when an engine's scheduler planned each step and had its result, and of how long the user's prompts
+waited.
 
 vLLM is given `step_stamps.Stamped` or `step_stamps.StampedAsync` as its scheduler class; both do what vLLM's own do. A
 request whose name begins with MARK is an order from the bench: `file=PATH` begins a file of stamps, and any other word
@@ -27,7 +28,7 @@ MARK = "stamps "
 
 
 class _Stamping:
-    """In front of one of vLLM's scheduler classes."""
+    """The part in front of one of vLLM's scheduler classes."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

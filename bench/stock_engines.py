@@ -33,7 +33,7 @@ CELL_BYTES = 4096  # vLLM rounds a layer's share of a chunk up to it
 
 @dataclass(frozen=True, slots=True)
 class StockStack:
-    """Not started yet. model: the served name."""
+    """A stack that is not started yet. model: the served name."""
 
     stack: LocalStack
     model: str

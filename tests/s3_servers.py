@@ -64,12 +64,12 @@ class S3Server:
         self.process.wait()
 
     def restart(self) -> None:
-        """After kill(): the same server over the same data."""
+        """Start the same server over the same data, after kill()."""
         self.process = _process(self.command, self.folder)
         assert self.answers_soon(), f"the S3 server did not start again; its log is in {self.folder}"
 
     def answers_soon(self) -> bool:
-        """False: it ended, or does not answer."""
+        """Wait for an answer. Returns False if the server ended, or does not answer."""
         deadline = time.monotonic() + START_SECONDS
         while self.process.poll() is None and time.monotonic() < deadline:
             if self.answers():

@@ -83,7 +83,8 @@ def end_probing(prober: subprocess.Popen[str]) -> None:
 
 
 def probed_by(prober: subprocess.Popen[str]) -> list[tuple[list[float], int, float]]:
-    """Per target: seconds of each probe, failures, and the largest delay of the prober's timer in seconds."""
+    """Return for each target: seconds of each probe, failures, and the largest delay of the prober's timer in
+    seconds."""
     assert prober.stdout is not None
     if prober.stdout.readline() != "ready\n":
         raise DidNotStart("the prober did not start")

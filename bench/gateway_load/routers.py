@@ -35,7 +35,7 @@ def sources(checkout: Path = Path()) -> str:
 
 
 def python_path(*folders: Path) -> str:
-    """These before what is there."""
+    """Put these folders before those of PYTHONPATH."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -209,7 +209,8 @@ def _production_stack_name() -> str:
 
 
 def _production_stack() -> Path:
-    """Not on PyPI, where its name belongs to vllm-router: from a checkout, with the versions that it pins."""
+    """Install the router from a checkout, with the versions that it pins. It is not on PyPI, where its name belongs to
+    vllm-router."""
     name = _production_stack_name()
     source = HOME / name / "source"
     if not source.is_dir():

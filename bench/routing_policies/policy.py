@@ -74,8 +74,8 @@ class Policy(ABC):
         """The engine, 0 to engines - 1, for a request that is sent there at once."""
 
     def held_back(self, request: RoutedRequest, again: Callable[[], None]) -> float | None:
-        """Until when a request may have to wait before choose(), in the fleet's seconds; None: it need not. again: to
-        be called when it is to be asked about again."""
+        """Return until when a request may have to wait before choose(), in the fleet's seconds; None if it need not.
+        again: to be called when it is to be asked about again."""
         return None
 
     def first_token(self, request_id: str) -> None:  # noqa: B027  nothing to do for most

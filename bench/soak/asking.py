@@ -44,7 +44,8 @@ def request_body(model: str, prompt: Sequence[int], salt: str | None) -> dict[st
 
 
 def ask_engine(client: httpx.Client, url: str, engine: str, body: dict[str, Any]) -> Reply | Failure:
-    """Not streamed. A broken connection means that the engine is gone; no error body is expected of it."""
+    """Ask an engine without streaming. A broken connection means that the engine is gone; no error body is expected of
+    it."""
     try:
         response = client.post(f"{url}/v1/completions", json=body)
         if response.status_code != 200:
@@ -102,6 +103,6 @@ def _json(content: bytes) -> Any:
 
 
 def _is_error(document: Any) -> bool:
-    """Is this OpenAI's error shape, with words for people?"""
+    """Whether this is OpenAI's error shape, with words for people."""
     error = document.get("error") if isinstance(document, dict) else None
     return isinstance(error, dict) and bool(error.get("message")) and "type" in error

@@ -52,7 +52,7 @@ def series_name(name: str, labels: dict[str, str]) -> str:
 
 
 def read_metrics(client: httpx.Client, url: str) -> Reading | None:
-    """None from an engine that is away."""
+    """Read the metrics of an engine, or return None if it is away."""
     try:
         response = client.get(f"{url}/metrics", timeout=10.0)
         response.raise_for_status()

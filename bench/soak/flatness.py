@@ -1,4 +1,4 @@
-"""Does a series grow? A slope that outliers cannot move, and a test that chance cannot pass. Pure."""
+"""Growth of a series: a slope that outliers cannot move, and a test that chance cannot pass. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trend:
     z: float
 
     def grows(self, allowance: float) -> bool:
-        """More than `allowance` over the time looked at, and not by chance."""
+        """Whether the series rises by more than `allowance` over the time looked at, and not by chance."""
         return self.rise > allowance and self.z > SURE
 
 

@@ -113,7 +113,8 @@ def _write_slot(place: tuple[Path, int, int], content: bytes) -> None:
 
 
 def _rewrite(file: Path, content: bytes) -> None:
-    """In place, so that an engine that reads right now reads a mixture; never a file that was evicted meanwhile."""
+    """Overwrite a file in place, so that an engine that reads right now reads a mixture; never make one that was
+    evicted meanwhile."""
     descriptor = os.open(file, os.O_WRONLY)
     try:
         os.pwrite(descriptor, content, 0)

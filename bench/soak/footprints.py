@@ -87,7 +87,7 @@ class Footprints:
 
 
 def role_of(command: str) -> str | None:
-    """None for what is not looked at: short helpers and trackers."""
+    """Name the role of a process; None for what is not looked at: short helpers and trackers."""
     return next((role for sign, role in _ROLES if sign in command), None)
 
 

@@ -148,8 +148,9 @@ class Load:
         self.tally.note(f"FAILED {reference.prompt.name} by {target}, {begun:.1f} to {ended:.1f}: {failure}")
 
     def _excuse(self, failure: Failure, target: str, begun: float, ended: float) -> str | None:
-        """In flight on a process that was killed. Behind the gateway that counts only from the first token on, and only
-        with an error event: before it another engine must have answered."""
+        """Return the fault that excuses a failure: the request was in flight on a process that was killed. Behind the
+        gateway that counts only from the first token on, and only with an error event: before it another engine must
+        have answered."""
         if target != GATEWAY:
             return self._outages.excuse(target, begun, ended)
         gateway = self._outages.excuse(GATEWAY, begun, ended)
@@ -161,6 +162,6 @@ class Load:
 
 
 def _another(answer: Scored) -> Scored:
-    """With a first token that is not the model's."""
+    """Copy the answer with a first token that is not the model's."""
     other = answer.tokens[0] ^ 1
     return Scored((other, *answer.tokens[1:]), ({other: 0.0}, *answer.tops[1:]))

@@ -83,7 +83,7 @@ class PlainEngine:
 
 
 def answer_of(document: dict[str, Any]) -> Answer:
-    """From vLLM's completion document."""
+    """Read the answer from vLLM's completion document."""
     details = (document.get("usage") or {}).get("prompt_tokens_details") or {}
     return Answer(scored(document["choices"][0]), int(details.get("cached_tokens") or 0))
 
@@ -127,7 +127,7 @@ def learn_pool(engine: PlainEngine, prompts: int, seed: int) -> Pool:
 
 
 def _ask_in_every_way(engine: PlainEngine, group: Sequence[Prompt]) -> list[list[Answer]]:
-    """Per prompt: beside the others, then alone: cold, whole hit, and after the shared beginning."""
+    """Ask each prompt beside the others, then alone: cold, whole hit, and after the shared beginning."""
     engine.clear_cache()
     with ThreadPoolExecutor(len(group)) as pool:
         answers = [[answer] for answer in pool.map(lambda prompt: engine.ask(prompt.tokens), group)]

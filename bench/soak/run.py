@@ -190,7 +190,8 @@ class _Watch:
 
 @contextmanager
 def _stack(tier: str, settings: SoakSettings, *, engines: int, gateway: bool) -> Iterator[RunningStack]:
-    """In a folder of its own that is gone afterwards, whatever happens, unless the block failed: then logs are kept."""
+    """Run a stack in a folder of its own, which is gone afterwards whatever happens, unless the block failed: then
+    logs are kept."""
     folder = Path(tempfile.mkdtemp(prefix=f"spillway-soak-{tier}-"))
     local = LocalStack(_settings_of(tier, settings, engines=engines, gateway=gateway), folder)
     with local:

@@ -59,7 +59,7 @@ class Fault:
 
 
 def store_faults(seed: int, tier: str) -> Iterator[Fault]:
-    """Without end; the lane stops when its time is over."""
+    """Yield faults without end; the lane stops when its time is over."""
     chance = random.Random(f"{seed} store {tier}")
     while True:
         for kind in shuffled(chance, STORE_KINDS[tier]):
@@ -73,7 +73,7 @@ def store_faults(seed: int, tier: str) -> Iterator[Fault]:
 
 
 def engine_faults(seed: int, tier: str, engines: int) -> Iterator[Fault]:
-    """Without end. The gateway comes first: `may_disturb` decides each time what the lane leaves out."""
+    """Yield faults without end. The gateway comes first: `may_disturb` decides each time what the lane leaves out."""
     chance = random.Random(f"{seed} engine {tier}")
     deck = [*GATEWAY_KINDS, *shuffled(chance, ENGINE_KINDS)]
     while True:
@@ -85,7 +85,7 @@ def engine_faults(seed: int, tier: str, engines: int) -> Iterator[Fault]:
 
 
 def reset_faults(seed: int, tier: str, engines: int, mean_seconds: float) -> Iterator[Fault]:
-    """Without end, every `mean_seconds` on average; none if that is 0."""
+    """Yield resets without end, every `mean_seconds` on average; none if that is 0."""
     chance = random.Random(f"{seed} reset {tier}")
     while mean_seconds:
         for kind in shuffled(chance, RESET_KINDS):

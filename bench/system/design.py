@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Storing(StrEnum):
-    """When a device block is copied to the CPU tier."""
+    """Times at which a device block is copied to the CPU tier."""
 
     NEVER = "never"
     EAGER = "eager"  # when it is computed: Spillway's default and vLLM's OffloadingConnector

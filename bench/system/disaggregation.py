@@ -211,8 +211,8 @@ def measure_windows(options: argparse.Namespace, runs: Runs, *, nixl: bool) -> I
 
 
 def first_tokens(runs: Runs, systems: Sequence[str]) -> dict[str, list[dict[str, list[list[float]]]]]:
-    """By system and window: the mix, and of each request the length of its prompt and the seconds to its first token,
-    in order of arrival."""
+    """Return by system and window: the mix, and of each request the length of its prompt and the seconds to its first
+    token, in order of arrival."""
     return {
         name: [
             {
@@ -244,7 +244,7 @@ def measure_killed(options: argparse.Namespace, engines: Engines) -> dict[str, f
 
 
 def wait_for_blocks(url: str) -> None:
-    """Until the gateway has heard of what the warm-up has left, and so of how long blocks are."""
+    """Wait until the gateway knows what the warm-up has left, and so how long blocks are."""
     until = time.monotonic() + STORES_KNOWN_SECONDS
     while not any(value for key, value in counters(read(f"{url}/metrics")).items() if key.startswith(INDEX_BLOCKS)):
         if time.monotonic() > until:

@@ -48,7 +48,8 @@ class FairEngine(SimulatedEngine):
             pass
 
     def _begin_fair_step(self, now: float) -> bool:
-        """False: some prompts were left out, and there was no room for any of the others."""
+        """Begin a step of fair shares. Returns False if some prompts were left out, and there was no room for any of
+        the others."""
         prompts = [each for each in (*self._running, *self._waiting) if not each.generated]
         self._computed.clear()
         present = set(map(self._party, (*self._running, *self._waiting)))

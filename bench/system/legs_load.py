@@ -49,7 +49,7 @@ class Timed:
 
 
 def arrivals(kinds: Sequence[Kind], scale: float, seconds: float, seed: int) -> list[tuple[float, Kind]]:
-    """When a request of which kind arrives, in order. scale: of the rates."""
+    """Return when a request of which kind arrives, in order. scale: of the rates."""
     plan: list[tuple[float, Kind]] = []
     for number, kind in enumerate(kinds):
         drawn = random.Random(f"{seed} {number}")

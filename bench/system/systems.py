@@ -59,7 +59,7 @@ _INSTALLED = Design(Storing.EXCLUSIVE, PROTECT_SHARE, OVERTAKE_SECONDS, recognis
 
 
 def _with_queue(tiers: str, storing: Storing, *, shared: bool = False, node: bool = False) -> System:
-    """With the chunks of waiting requests protected and the queue ordered by prefix."""
+    """Make a system that protects the chunks of waiting requests and orders the queue by prefix."""
     design = Design(storing, PROTECT_SHARE, OVERTAKE_SECONDS, shared=shared, node=node)
     return System(f"Spillway, {tiers}, {storing}, protect and order", _gateway, design)
 

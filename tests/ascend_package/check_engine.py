@@ -123,7 +123,7 @@ def test_the_cpus_that_binding_needs_are_those_of_the_presets() -> None:
 
 
 def test_the_switch_of_batched_copies_is_read_by_their_build_alone() -> None:
-    """And therefore answered with the setting to use here."""
+    """The switch is therefore answered with the setting to use here."""
     readers = [
         path.relative_to(ROOT).as_posix()
         for path in [ROOT / "setup.py", *(ROOT / "vllm_ascend").rglob("*.py")]

@@ -27,7 +27,7 @@ _DOCUMENT = json.dumps([{"role": "user", "content": f"word {number}"} for number
 
 
 def reference_unit() -> None:
-    """Some milliseconds of CPU time: parses 10,000 small objects."""
+    """Spend some milliseconds of CPU time: parse 10,000 small objects."""
     json.loads(_DOCUMENT)
 
 

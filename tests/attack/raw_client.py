@@ -25,7 +25,7 @@ def pour(port: int, parts: Iterable[bytes]) -> bytes:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """To the end of the connection, whichever way it ends."""
+    """Read to the end of the connection, whichever way it ends."""
     reply = b""
     try:
         while part := sock.recv(65536):

@@ -40,7 +40,7 @@ def target_settings() -> dict[str, Any]:
 
 
 def pour(sock: socket.socket, data: bytes) -> bool:
-    """False once the other side has closed, or takes nothing for a second."""
+    """Send the data. Returns False once the other side has closed, or takes nothing for a second."""
     sock.settimeout(1.0)
     try:
         sock.sendall(data)
@@ -61,7 +61,7 @@ def opened(target: Target, stack: ExitStack) -> socket.socket:
 
 
 def test_calls_that_never_end_their_first_message_stay_within_the_budget_for_bodies(target: Target) -> None:
-    """Their 800 MB, of which the gateway takes no more than limits.bodiesBytesMax and 64 KiB a call."""
+    """The calls have 800 MB, of which the gateway takes no more than limits.bodiesBytesMax and 64 KiB a call."""
     block = Encoder().encode(HEADERS, huffman=False)
     data = b"x" * FRAME_BYTES_MAX
 

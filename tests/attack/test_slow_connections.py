@@ -61,7 +61,7 @@ def test_a_trickle_does_not_keep_a_connection(target: Target, start: bytes) -> N
 
 
 def test_silent_connections_leave_room_for_requests_probes_and_engines(start_target: Any) -> None:
-    """More of them than the process has descriptors."""
+    """The connections are more than the process has descriptors."""
     target = start_target(descriptors=DESCRIPTORS)
     silent: list[socket.socket] = []
 

@@ -106,7 +106,7 @@ class Crowd:
                 self.counts.own_hits += request.cached_tokens > 0
 
     async def _sent(self, session: aiohttp.ClientSession, request: _Request, number: int) -> bool:
-        """False: its replica died before the first byte, so it is sent again."""
+        """Send a request and return whether it is done; if its replica died before the first byte, it is sent again."""
         taking = [replica for replica in self._replicas if replica.taking]
         if not taking:
             await asyncio.sleep(PAUSE_SECONDS)

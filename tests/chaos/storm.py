@@ -27,7 +27,7 @@ class Storm:
     drain_status: int | None = None  # exit status of the replica that got SIGTERM
 
     def run(self) -> None:
-        """In a thread of its own; the crowd is asking."""
+        """Run all steps in a thread of their own, while the crowd asks."""
         first, second, third, fourth = self.engines.names
         try:
             self._more("all is well", self.requests_per_step)
@@ -92,7 +92,7 @@ class Storm:
             eventually(f"{replica.name} leaves {engine} alone", lambda r=replica: not r.engine_up(engine), SECONDS_MAX)
 
     def _more(self, what: str, requests: int, before: tuple[int, int] | None = None) -> None:
-        """Until so many more requests have finished."""
+        """Wait until so many more requests have finished."""
         counts = self.crowd.counts
         broken, moved = before or (counts.broken, counts.moved)
         start = self.crowd.finished

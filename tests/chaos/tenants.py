@@ -1,4 +1,4 @@
-"""Who asks, and for what: tenants that ask the very same things, so that a hit across them would be possible."""
+"""Tenants that ask the very same things, so that a hit across them would be possible."""
 
 from __future__ import annotations
 

@@ -237,7 +237,8 @@ def test_what_processes_say_of_themselves_is_checked_too(run, expected):
 
 
 def test_its_pod_runs_the_command_on_what_the_chart_wrote(capsys, tmp_path, monkeypatch):
-    """In the image of the tools, without rights and without anything to write to. Here nothing answers."""
+    """The command runs in the image of the tools, without rights and without anything to write to. Here nothing
+    answers."""
     monkeypatch.setattr(release, "REACHABLE_SECONDS", 0.0)
     front = {"nodeSelector": {"role": "front"}, "tolerations": [{"operator": "Exists"}]}
     front |= {"dnsConfig": {"searches": ["a.b"]}, "hostAliases": [{"ip": "10.0.0.1", "hostnames": ["c"]}]}

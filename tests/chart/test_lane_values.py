@@ -66,7 +66,7 @@ def test_the_check_takes_it(values):
 
 @pytest.mark.parametrize("name", REAL_ENGINES)
 def test_a_real_engine_would_start(name: str, tmp_path: Path):
-    """On a node without devices, where vLLM is the CPU build, with the memory that its pod may use."""
+    """The engine is on a node without devices, where vLLM is the CPU build, and has the memory that its pod may use."""
     settings, engine = in_its_pod(render(values=REAL_ENGINES[name]()), tmp_path)
 
     chunk_tokens = settings.offload.blocks_per_chunk * engine.budget.block_tokens

@@ -84,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def log_message(self, *message: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def live(kind: str, name: str, replicas: int, component: str, engine: str | None = None) -> dict[str, Any]:

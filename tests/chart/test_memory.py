@@ -150,7 +150,7 @@ def test_models_are_recognised_by_their_path(path, preset):
     [("Qwen/Qwen3-8B", 2 * 16.382), ("Qwen/Qwen3-8B-FP8", 16.382 * 5 / 8), ("Qwen/Qwen3-8B-AWQ", 16.382 * 3 / 8)],
 )
 def test_quantised_weights_are_smaller_and_stay_so(path, gigabytes):
-    """In float32 on a CPU, which doubles those of 16 bits."""
+    """A CPU computes in float32, which doubles weights of 16 bits."""
     values = {"model": {"path": path, "maxLength": 4096}, "offload": {"enabled": False}}
     values |= {"accelerator": {"preset": "cpu"}, "memory": {"marginPercent": 0}}
     rendered = render(values={"engine": values})

@@ -89,7 +89,8 @@ def test_the_templates_stay_short() -> None:
 
 @pytest.mark.parametrize("mistake", [name for name, case in MISTAKES.items() if "service" in case])
 def test_the_engine_service_refuses_it_too(mistake: str) -> None:
-    """Wherever it is configured: on a machine without the chart there is no render before its start."""
+    """The service refuses it wherever it is configured: on a machine without the chart there is no render before its
+    start."""
     tree = laid_over(SERVICE, MISTAKES[mistake]["service"])
     shape = ModelShape(36, 8, 128, None, "bfloat16", 40960, 0)
     machine = Machine("npu", frozenset(), (0,), 1 << 40, "cgroup limit", 1 << 40, 1 << 40)

@@ -127,7 +127,7 @@ def test_dashboard_shows_every_series_and_none_that_does_not_exist(board, own_se
 
 
 def test_every_series_is_documented(own_series):
-    """In docs/metrics.md by its whole name, or as `..._end` behind one that begins alike."""
+    """docs/metrics.md has each series by its whole name, or as `..._end` behind one that begins alike."""
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 
     def documented(name: str) -> bool:
@@ -138,7 +138,7 @@ def test_every_series_is_documented(own_series):
 
 
 def test_every_label_is_documented():
-    """In the row of its series; `..._end` in a row that begins with another series ends like the series."""
+    """The row of a series has its labels; `..._end` in a row that begins with another series ends like the series."""
     rows = {}
     for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines():
         cells = line.strip("| ").split(" | ")

@@ -25,7 +25,7 @@ def checks(file: Path) -> list[str]:
 
 
 def outcome(check: str, packages: Path, vllm: str = "0.23") -> tuple[int, str]:
-    """In a shell whose `python3` finds these packages before its own."""
+    """Run the check in a shell whose `python3` finds these packages before its own."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -74,7 +74,8 @@ def test_a_base_without_vllm_fails_the_build(file: Path, tmp_path: Path) -> None
 
 @each
 def test_everything_that_an_engine_imports_is_looked_at(file: Path, tmp_path: Path) -> None:
-    """Also what only encrypted blocks need: an image without it would refuse them first in a running pod."""
+    """Packages that only encrypted blocks need count, too: an image without them would refuse such blocks first in a
+    running pod."""
     imports, _ = checks(file)
     assert outcome(imports, tmp_path) == (0, "")
     for name in ("cryptography", "hiredis", "numpy", "spillway_engine"):

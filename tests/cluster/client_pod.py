@@ -170,7 +170,7 @@ class ClientPod:
         return int(text.split()[0]) if text.strip() else 0
 
     def wait_for_requests(self, count: int) -> None:
-        """Until so many have ended in the present run."""
+        """Wait until so many requests have ended in the present run."""
         try:
             eventually(f"{count} requests", lambda: self.progress() >= count, self._requests_seconds)
         except AssertionError as error:

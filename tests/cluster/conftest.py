@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Only where the command line names this folder, or something in it."""
+    """Leave this folder out, except if the command line names it, or something in it."""
     if collection_path == HERE:
         return None
     named = (
@@ -125,7 +125,7 @@ def kubernetes(machine: LocalCluster, builder: ImageBuilder, report: Report) -> 
 
 @pytest.fixture(scope="session")
 def real_engine_image(kubernetes: Kubernetes, machine: LocalCluster, builder: ImageBuilder, report: Report) -> None:
-    """On REAL_ENGINES_NODE."""
+    """The image of an engine on REAL_ENGINES_NODE."""
     with report.case("engine image built from docker/engine-cpu.Dockerfile") as row:
         archive = builder.archive(f"spillway-engine:{VERSION}-cpu")
         row.note = f"{archive.stat().st_size / 1e9:.1f} GB as an archive"
@@ -184,7 +184,7 @@ def new_namespace(kubernetes: Kubernetes) -> Callable[..., Kubernetes]:
 
 @pytest.fixture(scope="module")
 def namespace(request: pytest.FixtureRequest, kubernetes: Kubernetes, new_namespace) -> Iterator[Kubernetes]:
-    """This module's namespace, with restricted Pod Security enforced; removed with everything in it.
+    """A namespace for the module, with restricted Pod Security enforced; removed with everything in it.
 
     It goes while the next module installs; test_install.py looks at what a release leaves.
     """
@@ -195,7 +195,7 @@ def namespace(request: pytest.FixtureRequest, kubernetes: Kubernetes, new_namesp
 
 @pytest.fixture(scope="module")
 def release(namespace: Kubernetes) -> Iterator[Release]:
-    """Not installed yet; uninstalled afterwards if it is."""
+    """A release that is not installed yet; uninstalled afterwards if it is."""
     release = Release("chat", helms()[1], namespace)
     yield release
     release.uninstall_if_there()

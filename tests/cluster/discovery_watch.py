@@ -42,7 +42,8 @@ class Change(NamedTuple):
 
 
 class DiscoveryWatch:
-    """Between entering and leaving the block, which waits until each ready gateway uses the engines that are ready."""
+    """Watch of discovery between entering and leaving the block, which waits until each ready gateway uses the engines
+    that are ready."""
 
     def __init__(self, kubernetes: Kubernetes, client: ClientPod, service: str) -> None:
         self._kubernetes, self._client, self._service = kubernetes, client, service
@@ -108,7 +109,7 @@ class DiscoveryWatch:
             assert not missed, f"gateways did not follow: {missed}"
 
     def _views(self, kind: str) -> list[list[Change]]:
-        """By gateway. kind: offered or up."""
+        """Return the changes that each gateway saw. kind: offered or up."""
         views: dict[str, list[Change]] = {}
         for line in self._lines:
             engines = line[kind] if line[kind] is None else {uid: "" for uid in line[kind]}

@@ -123,7 +123,7 @@ class ImageBuilder:
         self._buildah(*command, str(ROOT))
 
     def _need(self, name: str) -> None:
-        """Into buildah's own storage, where a Dockerfile finds it as a base."""
+        """Load an image into buildah's own storage, where a Dockerfile finds it as a base."""
         archive = self.archive(name)
         present = self._buildah("images", "--quiet", "--filter", f"reference=localhost/{name}", check=False)
         if not present.strip():

@@ -79,7 +79,7 @@ class Kubernetes:
             raise AssertionError(f"{error}\n{self.describe_trouble()}") from None
 
     def wait_for_kind(self, plural: str, group: str) -> None:
-        """Until the API server serves what a CustomResourceDefinition has declared."""
+        """Wait until the API server serves what a CustomResourceDefinition has declared."""
         listed = "api-resources", f"--api-group={group}"
         eventually(f"{plural} are served", lambda: plural in self.kubectl(*listed, check=False), 60.0)
 

@@ -111,7 +111,7 @@ class LocalCluster:
         return found
 
     def load(self, archive: Path, node: str = "") -> None:
-        """Into one node, or into all of them."""
+        """Load an image into one node, or into all of them."""
         self._do("load", str(archive), *([node] if node else []), seconds=LOAD_SECONDS)
 
     def give_devices(self, node: str, count: int) -> None:
@@ -149,7 +149,7 @@ class LocalCluster:
         self._do("inference-down")
 
     def scrape(self, namespace: str, targets: list[str]) -> None:
-        """From now on; targets: ADDRESS:PORT of the namespace's gateways."""
+        """Let Prometheus scrape these gateways from now on. targets: ADDRESS:PORT of the namespace's gateways."""
         groups = [{"targets": targets, "labels": {"namespace": namespace}}]
         (self.folder / "run" / "gateways" / f"{namespace}.json").write_text(json.dumps(groups))
 

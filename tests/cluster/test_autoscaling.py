@@ -1,4 +1,4 @@
-"""To zero and back by KEDA itself, and a Prometheus that scrapes the gateways: nothing here scales but they.
+"""Scaling to zero and back by KEDA itself, and a Prometheus that scrapes the gateways: nothing here scales but they.
 
 Only with WITH_KEDA=1, as compiling KEDA's operator takes minutes even with its Prometheus scaler alone. test_models.py
 has the same case by the metric and a patch.

@@ -19,7 +19,7 @@ def test_a_gateway_that_follows_has_small_lags() -> None:
 
 
 def test_a_gateway_that_stands_still_is_late_for_ever() -> None:
-    """Although Kubernetes has an engine of that name again: it is another pod."""
+    """The engine that Kubernetes has again under that name does not count: it is another pod."""
     found = lags(RESTART, [[Change(0.0, BOTH)]])
 
     assert found == {"-e-1": float("inf"), "+e-1": float("inf")}

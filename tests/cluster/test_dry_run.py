@@ -24,8 +24,8 @@ _CUSTOM = {kind.rpartition("/")[2] for kind in CUSTOM_KINDS}
 
 
 def objects(rendered: Render, namespace: str) -> list[Object]:
-    """In one namespace that there is; without kinds whose definitions this cluster lacks, and without IPv6, which its
-    API server takes from no one."""
+    """Return the objects in one namespace that there is; without kinds whose definitions this cluster lacks, and
+    without IPv6, which its API server takes from no one."""
     return [
         {**item, "metadata": {**item["metadata"], "namespace": namespace}, **_of_ipv4(item)}
         for item in rendered.objects
@@ -60,7 +60,7 @@ def test_the_server_takes_it(name: str, namespace: Kubernetes) -> None:
 
 
 def test_the_server_refuses_what_no_schema_sees(namespace: Kubernetes) -> None:
-    """So that the cases above can fail."""
+    """The cases above can fail."""
     [engine] = [item for item in objects(render(), namespace.namespace) if item["kind"] == "StatefulSet"]
     engine["spec"]["template"]["spec"]["tolerations"] = [{"key": "a", "operator": "Exists", "value": "b"}]
 

@@ -199,7 +199,8 @@ def test_node_lost(namespace: Kubernetes, client: ClientPod, machine: LocalClust
 
 
 def heard_since(namespace: Kubernetes, client: ClientPod, at: float) -> float | None:
-    """When the last gateway's discovery was confirmed, by its own clock; None while one fails or was not since `at`."""
+    """Return when the last gateway's discovery was confirmed, by its own clock; None while one fails or was not since
+    `at`."""
     urls = [f"http://{pod['status']['podIP']}:{OPERATIONS_PORT}/spillway/config" for pod in namespace.pods("gateway")]
     try:
         models = [model for url in urls for model in client.get(url)["discovered"].values()]

@@ -1,5 +1,5 @@
-"""Who may talk to what: the chart's NetworkPolicies with egress restricted, as the cluster's network plugin enforces
-them.
+"""The chart's NetworkPolicies with egress restricted, as the cluster's network plugin enforces them: who may talk to
+what.
 
 A port that a policy closes looks like one without a listener, so each port is also reached by those who may.
 """
@@ -125,7 +125,7 @@ def require_of(place: Kubernetes, pod: str, given: str, names: set[str]) -> None
 
 
 def addresses(namespace: Kubernetes) -> dict[str, list[tuple[str, int]]]:
-    """By the names of PORTS, of every pod of the release."""
+    """Return addresses of every pod of the release, by the names of PORTS."""
     found: dict[str, list[tuple[str, int]]] = {"api server": [(API_SERVER, 443)]}
     for component, ports in PORTS.items():
         for name, port in ports.items():

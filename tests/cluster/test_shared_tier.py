@@ -175,7 +175,7 @@ def test_prefill_and_decode_apart(served: tuple[Release, ClientPod], tier: str, 
 
 
 def written_bytes(client: ClientPod, address: str) -> float:
-    """To the shared tier, since this engine started."""
+    """Count the bytes that this engine has written to the shared tier since it started."""
     page = client.get_text(f"http://{address}:8100/metrics")
     return sum(map(float, re.findall(r"^spillway_tier_written_bytes_total\S* (\S+)", page, re.MULTILINE)))
 

@@ -37,7 +37,8 @@ def refused_logins(namespace: Kubernetes, engines: Collection[str]) -> list[str]
 
 
 def wait_for_logins(namespace: Kubernetes, engines: Collection[str]) -> None:
-    """Until each of these pods can log in. Generous: Valkey starts again, and each question is a process in a pod."""
+    """Wait until each of these pods can log in. Generous: Valkey starts again, and each question is a process in a
+    pod."""
     last: list[str] = []
 
     def all_in() -> bool:

@@ -78,7 +78,7 @@ def make_stream(number: int, **fields: Any) -> Stream:
 
 
 async def follow(url: str, streams: Iterable[Stream]) -> None:
-    """Until every reply has ended."""
+    """Follow the streams until every reply has ended."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=SECONDS_MAX)
     connector = aiohttp.TCPConnector(limit=0)
     async with (

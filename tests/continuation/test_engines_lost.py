@@ -42,7 +42,7 @@ async def hurt_midway(
 
 
 def counted(gateway: Replica, family: str) -> dict[str, float]:
-    """By the metric's last label."""
+    """Return the samples of a metric by its last label."""
     found = gateway.samples(f"spillway_gateway_{family}")
     return {labels.split('"')[-2]: value for labels, value in found.items() if value}
 

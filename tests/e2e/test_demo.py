@@ -17,10 +17,11 @@ SECONDS = 600
 
 @pytest.mark.tiers("redis")
 def test_every_phase_is_served_from_its_tier(stack: RunningStack, tmp_path: Path) -> None:
-    """With the longest documents that fit the engines, as on a machine that computes them quickly.
+    """The documents are the longest that fit the engines, as on a machine that computes them quickly.
 
     The last phase may come from any tier: the stack's ALWAYS_LOAD prices the few tokens behind a document at
-    seconds, so the gateway may prefer an idle engine to the one that has just put the document on its device."""
+    seconds, so the gateway may prefer an idle engine to the one that has just put the document on its device.
+    """
     command = [sys.executable, "-m", "spillway_stack", "--state-dir", str(stack.local.folder.root), "demo"]
     done = subprocess.run(
         [*command, "--output", str(tmp_path), "--longest"], capture_output=True, text=True, timeout=SECONDS, check=False

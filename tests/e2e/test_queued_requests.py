@@ -20,7 +20,8 @@ HELD_BLOCKS = DEVICE_BLOCKS - HEAD_BLOCKS - 1  # of the prompt that runs: with i
 
 @contextmanager
 def held_queue(stack: RunningStack) -> Iterator[None]:
-    """While it is open, engine b computes a long answer, and a prompt that needs more blocks than are free waits."""
+    """Hold the queue within the block: engine b computes a long answer, and a prompt that needs more blocks than are
+    free waits."""
     prompt = stack.new_prompt(HELD_BLOCKS)
     running = StreamCrowd(stack.b.url, stack.model, [prompt], MAX_LENGTH - len(prompt.tokens))
     try:

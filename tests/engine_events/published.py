@@ -125,7 +125,7 @@ def version() -> str:
 
 
 def sample_path() -> Path:
-    """Where the bytes of this version are kept."""
+    """Path of the file that keeps the bytes of this version."""
     return _SAMPLES / f"vllm-{version()}.json"
 
 

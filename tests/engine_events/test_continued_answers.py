@@ -36,7 +36,7 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    """So few merges that most characters beyond ASCII are several tokens."""
+    """A tokenizer with so few merges that most characters beyond ASCII are several tokens."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder, "and so on, over and over", 270, "")
     made: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

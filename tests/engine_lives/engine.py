@@ -437,7 +437,7 @@ class Engine:
         return refused
 
     def settle(self) -> None:
-        """Until all is settled, the engine steps without requests, and stores what its device alone holds."""
+        """Let the engine step without requests until all is settled, and store what its device alone holds."""
         half = self._scheduler_half
         before = half.manager.settled_chunks
         half.without_requests.settle(3600.0)
@@ -477,7 +477,7 @@ class Engine:
         self.figures.step_loads += len(getattr(output.kv_connector_metadata, "step_loads", ()))
 
     def _require_known_drafts(self, output: SchedulerOutput) -> None:
-        """With asynchronous scheduling a worker has the drafts that it made in its last step, and no others."""
+        """Require that a step of asynchronous scheduling has only drafts that the worker made in its last step."""
         if self.shape.asynchronous and self.shape.fair_steps:
             unknown = output.scheduled_spec_decode_tokens.keys() - self.last_step.keys()
             # vLLM 0.30 and later fill the first step of a request up with drafts of no meaning.
@@ -538,7 +538,7 @@ class Engine:
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
 
     def _record_step(self, output: SchedulerOutput, meta: Any) -> None:
-        """For the message of a failed assertion."""
+        """Record the step for the message of a failed assertion."""
         resumed = output.scheduled_cached_reqs.resumed_req_ids
         if not (output.num_scheduled_tokens or output.finished_req_ids or meta.jobs_to_flush or meta.load_jobs):
             return

@@ -183,12 +183,12 @@ def pause_under_a_load(engine: Engine, number: int) -> None:
 
 
 def _chunks(engine: Engine) -> int:
-    """In the CPU tier."""
+    """Count the chunks in the CPU tier."""
     return len(engine.scheduler.connector.connector_scheduler.manager.primary_tier.resident)
 
 
 def _compute(engine: Engine, name: str, prompt: list[int]) -> None:
-    """To its end, while no byte moves that no step waits for; its store begins with the next step."""
+    """Compute a prompt to its end, while no byte moves that no step waits for; its store begins with the next step."""
     engine.submit(name, prompt, 1)
     while engine.unfinished():
         engine.step()

@@ -1,4 +1,4 @@
-"""Some of the schedules that `python -m engine_lives` runs ten thousand of, on every shape of KV groups."""
+"""A few of the schedules of which `python -m engine_lives` runs ten thousand, on every shape of KV groups."""
 
 from __future__ import annotations
 

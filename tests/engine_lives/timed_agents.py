@@ -35,7 +35,7 @@ OUTPUT = Path("build/bench/late_stores.json")
 
 @dataclass
 class Outcome:
-    """Behind the warm-up. Seconds are virtual."""
+    """Outcome of a run after its warm-up. Seconds are virtual."""
 
     first_tokens: list[float] = field(default_factory=list)  # seconds
     prompt_tokens: int = 0

@@ -20,7 +20,7 @@ from engine_matrix.models import BLOCK_TOKENS, engine_settings, model
 
 
 def halve_weights(worker: Any) -> None:
-    """In place, as a trainer may do."""
+    """Halve the weights in place, as a trainer may do."""
     for parameter in worker.model_runner.model.parameters():
         parameter.data.mul_(0.5)
 

@@ -80,7 +80,7 @@ def _all_gatherv(communicator: Any, given: Any, dim: int = 0, sizes: list[int] |
 
 
 def _reduce_scatterv(communicator: Any, given: Any, dim: int = -1, sizes: list[int] | None = None) -> Any:
-    """This rank's rows of the sum."""
+    """Return this rank's rows of the sum."""
     assert dim == 0 and sizes is not None
     total = given.clone()
     distributed.all_reduce(total, group=communicator.device_group)

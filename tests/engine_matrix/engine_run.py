@@ -199,7 +199,7 @@ class Tally:
 
 
 def _emulator_calls() -> dict[str, int]:
-    """Since the last engine on it; the emulator is this process's."""
+    """Count the calls of the emulator since the last engine on it; the emulator is this process's."""
     from acl_emulator import build as emulator
     from acl_emulator.control import Emulator
 
@@ -281,8 +281,8 @@ def _install_torch_mla() -> None:
 
 
 def _give_stages_room() -> None:
-    """For what the stage before passes on. vLLM 0.32's CPU worker makes it in a profiling run, which an eager engine
-    does not have; 0.23's always has it."""
+    """Make room for what the stage before passes on. vLLM 0.32's CPU worker makes it in a profiling run, which an
+    eager engine does not have; 0.23's always has it."""
     from vllm.distributed import get_pp_group
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 

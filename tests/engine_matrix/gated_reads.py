@@ -19,8 +19,8 @@ _PAUSE_SECONDS = 0.2
 
 @contextmanager
 def gated_reads() -> Iterator[Callable[[], int]]:
-    """For engines of this process, while the block lasts. Yields what counts the parts of loads that were sent before
-    the rest of the load had been read."""
+    """Gate the reads of this process's engines while the block lasts. Yields a count of the parts of loads that were
+    sent before the rest of the load had been read."""
     from spillway_connector.engine.manager.early_loads import Due, EarlyLoad
     from spillway_connector.tiers.disk.files.tier import FileTier
     from spillway_connector.tiers.disk.slab.tier import SlabTier

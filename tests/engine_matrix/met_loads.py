@@ -13,7 +13,7 @@ _GIVE_UP_SECONDS = 600.0  # for the test's sake; no disk takes so long
 
 @contextmanager
 def met_loads() -> Iterator[Callable[[], int]]:
-    """For engines of this process, while the block lasts. Yields what counts the requests that met their load.
+    """Let requests of this process's engines meet their loads while the block lasts. Yields a count of those that did.
 
     The engine goes on once what it asked for is there: a machine that computes a tiny model sooner than it reads a file
     would meet nothing.
@@ -50,7 +50,7 @@ def met_loads() -> Iterator[Callable[[], int]]:
 
 
 def _wait_until_ready(meetings: Any, keys: Sequence[bytes]) -> None:
-    """On the scheduler's thread. Raises TimeoutError if some of the chunks do not reach the CPU tier."""
+    """Wait on the scheduler's thread. Raises TimeoutError if some of the chunks do not reach the CPU tier."""
     manager = meetings._manager
     deadline = time.monotonic() + _GIVE_UP_SECONDS
     while not manager.primary_tier.ready.issuperset(keys):

@@ -110,7 +110,7 @@ class RankEngine:
         return self._log.read_text(errors="replace")[-8000:]
 
     def answer(self, prompt: list[int], rank: int) -> tuple[Scored, int]:
-        """And how many of the prompt's tokens came from a cache."""
+        """Answer a prompt, and count how many of its tokens came from a cache."""
         body = {
             "model": "m",
             "prompt": prompt,

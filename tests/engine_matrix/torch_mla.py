@@ -117,7 +117,7 @@ class _NoPrefillKernels:
 
 
 def install() -> None:
-    """For every engine of this process from now on."""
+    """Install the backend for every engine of this process from now on."""
     path = f"{TorchMlaBackend.__module__}.{TorchMlaBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CUSTOM, path)
     stock = CpuPlatform.get_attn_backend_cls.__func__

@@ -22,7 +22,7 @@ WAYS = ("device alone", "with the connector", "with running requests", "pause")
 
 
 def write_weights(place: Path, seed: int) -> None:
-    """Others of the same shapes, in place of those that lie there."""
+    """Replace the weights by others of the same shapes."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,4 +1,4 @@
-"""From pytest's reports to the table of versions and columns. Pure."""
+"""The table of versions and columns, made from pytest's reports. Pure."""
 
 from __future__ import annotations
 

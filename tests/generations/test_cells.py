@@ -63,7 +63,7 @@ def lifecycle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def require(outcome: Outcome, *cases: str) -> None:
-    """These cases ran, answered as without offload, and used what they are for."""
+    """Require that these cases ran, answered as without offload, and used what they are for."""
     missing = [case for case in ("none", *cases) if case not in outcome.runs]
     assert not missing, f"{missing} did not run: {outcome.refusals}\n{outcome.log}"
     chosen = Outcome({name: run for name, run in outcome.runs.items() if name in ("none", *cases)}, log=outcome.log)
@@ -96,7 +96,7 @@ def test_failed_load(require_own: Callable[[], None]) -> None:
 
 
 def test_computed_while_loading(require_own: Callable[[], None]) -> None:
-    """With synchronous and with asynchronous scheduling."""
+    """Both synchronous and asynchronous scheduling can do it."""
     require_own()
 
 
@@ -120,7 +120,8 @@ def test_lora(tmp_path: Path) -> None:
 
 
 def test_reset(lifecycle: dict[str, Any]) -> None:
-    """After a reset of the device alone the CPU tier has the prompt, after one of all caches nothing. Answers stay."""
+    """The CPU tier has the prompt after a reset of the device alone, and nothing after one of all caches. Answers
+    stay."""
     answers = lifecycle["answers"]
     assert answers["first"]["cached"] == 0
     assert answers["device reset"]["cached"] > 0

@@ -136,7 +136,7 @@ def slowest(seconds: dict[str, float]) -> str:
 
 
 def closing_line(counts: Counter[str], seconds: float) -> str:
-    """In pytest's format, over all lanes."""
+    """Sum up all lanes in pytest's format."""
     named = [*OUTCOMES, *sorted(set(counts) - set(OUTCOMES))]
     outcomes = ", ".join(f"{counts[name]} {name}" for name in named if counts[name]) or "no tests ran"
     return f" {outcomes} in {seconds:.2f}s ({timedelta(seconds=int(seconds))}) ".center(80, "=")

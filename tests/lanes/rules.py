@@ -12,7 +12,7 @@ NOTHING = "nothing"
 
 
 class Lane(StrEnum):
-    """In the order in which `make test` runs them; the last two it does not run."""
+    """The lanes in the order in which `make test` runs them; the last two it does not run."""
 
     UNIT = "unit"
     QUICK = "quick"

@@ -133,7 +133,7 @@ def test_files_of_other_lanes_are_not_imported(tmp_path: Path) -> None:
 
 
 def test_another_vllms_lane_has_what_lists_its_version_whatever_else_it_needs(tmp_path: Path) -> None:
-    """Here the version of this interpreter stands for the other one."""
+    """The version of this interpreter stands for the other one here."""
     files = {
         "tests/a/test_it.py": "def test_it(): ...\n",
         "tests/b/conftest.py": "raise SystemError\n",

@@ -503,7 +503,7 @@ def _at_line(number: int, act: Callable[[], None]) -> Iterator[None]:
 
 
 class _Dying:
-    """In the place of words, of which the engine lives to write so many more."""
+    """Array in the place of words, of which the engine lives to write so many more."""
 
     def __init__(self, words: Any, writes: int) -> None:
         self._words, self._writes = words, writes

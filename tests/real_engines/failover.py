@@ -117,7 +117,8 @@ def _engines(url: str) -> dict[str, dict[str, Any]]:
 
 
 def _both_take_requests(fleet: Fleet, url: str) -> bool:
-    """After a failure it is a request that shows the gateway that an engine works again."""
+    """Send requests until both engines take them: after a failure a request shows the gateway that an engine works
+    again."""
     for dialect in DIALECTS:
         httpx.post(f"{url}{PATHS[dialect]}", json=body_of(dialect, fleet.model, "Hello", 1), timeout=120)
     return all(engine["routable"] and not engine["slowStart"] for engine in _engines(url).values())

@@ -63,7 +63,7 @@ def module_files(module: str) -> list[str]:
 
 
 def has_option(files: list[str], option: str) -> bool:
-    """In one of the files, or in a room of bench/ that one of them imports."""
+    """Whether one of the files, or a room of bench/ that one of them imports, has the option."""
     texts = [(ROOT / path).read_text() for path in files]
     rooms = {room for text in texts for room in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)}
     texts += [

@@ -34,7 +34,7 @@ def own(requirements: list[str]) -> frozenset[str]:
 
 
 def distributions() -> dict[str, Distribution]:
-    """By name."""
+    """The distributions by name."""
     found = {}
     for path in tracked_files():
         if path.endswith("/pyproject.toml"):
@@ -64,7 +64,7 @@ def imported(source: str) -> set[str]:
 
 
 def closed(names: set[str], among: Mapping[str, Distribution]) -> set[str]:
-    """These distributions and all that they need."""
+    """Return these distributions and all that they need."""
     while (more := names.union(*(among[name].needed for name in names))) != names:
         names = more
     return names

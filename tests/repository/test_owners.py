@@ -1,4 +1,4 @@
-"""Who writes the state of objects that several rooms share: they do.
+"""The state of objects that several rooms share is written by its owners alone.
 
 A flag that another object sets before a call, or at a reload, is an order that no signature shows.
 """

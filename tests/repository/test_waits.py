@@ -39,7 +39,7 @@ def waits_by_tries(source: str) -> Iterator[int]:
 
 
 def _may_end_early(source: str) -> bool:
-    """By the words of its lines: parsing all files takes many times as long."""
+    """Search the words of the lines, as parsing all files takes many times as long."""
     depth: int | None = None  # of the outermost loop over a range
     for line in source.splitlines():
         if depth is not None and line.strip() and len(line) - len(line.lstrip()) <= depth:

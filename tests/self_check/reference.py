@@ -1,4 +1,4 @@
-"""Where the stored reference comes from: the bundled model under Hugging Face's transformers, in float32.
+"""Source of the stored reference: the bundled model under Hugging Face's transformers, in float32.
 
 `python -m self_check.reference` prints what spillway_engine.reference_likelihood holds.
 """

@@ -48,14 +48,14 @@ def forked_start(folder: Path, model_folder: Path, settings: dict[str, Any]) -> 
 
 
 def _import_once(command: EngineCommand) -> None:
-    """With the environment of an engine, which some modules read while they are imported."""
+    """Import vLLM's server once, with the environment of an engine, which some modules read while they are imported."""
     if SERVER_MODULE not in sys.modules:
         os.environ.update({**command.environment, "PYTHONHASHSEED": "0"})
         __import__(SERVER_MODULE)
 
 
 def _serve(command: EngineCommand, log: Path) -> None:
-    """In the child; never returns."""
+    """Serve in the child; never returns."""
     try:
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT)

@@ -1,4 +1,4 @@
-"""These tests need vLLM 0.30 or newer: `.venv/vllm-0.32/bin/python -m pytest tests/stock_tiers`.
+"""Fixtures of tests that need vLLM 0.30 or newer: `.venv/vllm-0.32/bin/python -m pytest tests/stock_tiers`.
 
 On an interpreter with an older vLLM the folder is left out.
 """

@@ -89,7 +89,7 @@ class CpuWorker(OffloadingWorker):
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is ever under way."""
+        """Return at once, as nothing is ever under way."""
 
     def shutdown(self) -> None:
         self._cells.clear()

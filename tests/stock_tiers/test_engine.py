@@ -30,7 +30,7 @@ HEALTHY = ("fs", "nvme", "nvme-class", "redis", "one-by-one")
 
 
 def run_cases(folder: Path, cases: Sequence[str], **variables: str) -> dict[str, dict[str, Any]]:
-    """By case, in one process."""
+    """Run the cases in one process, and return their outcomes by case."""
     paths = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "stock_tiers.engine_run", str(folder), ",".join(cases)]
     environment = {**os.environ, "PYTHONPATH": paths, **variables}

@@ -103,7 +103,7 @@ def test_an_engine_of_other_weights_does_not(tier: Tier, open_side: Open, tmp_pa
 def test_weights_that_change_have_a_name_from_a_restart_on_and_an_earlier_name_finds_its_chunks(
     tier: Tier, open_side: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With Spillway's connector a name is given while the engine runs; vLLM's own has no call that says it to tiers."""
+    """Spillway's connector is given a name while the engine runs; vLLM's own has no call that says it to tiers."""
     first = open_side(tier, rows=ROWS, extra={"weights_version": "one"})
     first.store("writer", range(3))
     settle(first)

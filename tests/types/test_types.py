@@ -28,7 +28,7 @@ def test_the_connector_has_no_type_error() -> None:
 
 @pytest.mark.timeout(600)
 def test_a_wrong_call_of_vllm_is_seen(tmp_path: Path) -> None:
-    """Else the modules of vLLM would be unknown, and everything allowed."""
+    """The modules of vLLM would be unknown otherwise, and everything allowed."""
     wrong = tmp_path / "wrong.py"
     wrong.write_text("from vllm.v1.kv_offload.base import OffloadingEvent\nOffloadingEvent(no_such_field=1)\n")
     done = check(str(wrong))

@@ -108,7 +108,7 @@ async def test_it_fits_and_can_be_read(pixels: int, scheme: str) -> None:
 
 
 def keep_shot(name: str, png: bytes) -> None:
-    """For inspection; not compared."""
+    """Keep a picture for inspection; it is not compared."""
     SHOTS.mkdir(parents=True, exist_ok=True)
     (SHOTS / name).write_bytes(png)
 

@@ -42,17 +42,17 @@ class _NoMemory:
 
 
 def cpu_tier(num_blocks: int, cache_policy: str = "lru", enable_events: bool = False, **_: Any) -> Any:
-    """For CPUOffloadingManager."""
+    """Substitute for CPUOffloadingManager."""
     return make_cpu_tier(num_blocks, _NoMemory(), cache_policy, enable_events)  # type: ignore[arg-type]
 
 
 def primary_tier(num_blocks: int, mmap_region: Any, **_: Any) -> ArcCpuTier:
-    """For CPUPrimaryTierOffloadingManager: ARC, whose rows vLLM's tests can look at, as they are vLLM's."""
+    """Substitute for CPUPrimaryTierOffloadingManager: ARC, whose rows vLLM's tests can look at, as they are vLLM's."""
     return ArcCpuTier(num_blocks, mmap_region)
 
 
 def tiering_manager(primary_tier: Any, secondary_tiers: list[Any]) -> SpillwayTieringManager:
-    """For TieringOffloadingManager, with room for as many promotions as vLLM would make."""
+    """Substitute for TieringOffloadingManager, with room for as many promotions as vLLM would make."""
     config = ConnectorConfig.parse(
         {
             "num_cpu_blocks": 5,
@@ -64,7 +64,8 @@ def tiering_manager(primary_tier: Any, secondary_tiers: list[Any]) -> SpillwayTi
 
 
 class NvmeTier(SharedTierAdapter):
-    """For FileSystemTierManager. Lookups are asked again until the tier has answered, as the scheduler does."""
+    """Substitute for FileSystemTierManager. Lookups are asked again until the tier has answered, as the scheduler
+    does."""
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, root_dir: str, **_: Any
@@ -97,7 +98,7 @@ class NvmeTier(SharedTierAdapter):
 
 
 class Handlers:
-    """For CpuGpuOffloadingHandlers: both directions, on host memory."""
+    """Substitute for CpuGpuOffloadingHandlers: both directions, on host memory."""
 
     def __init__(self, kv_caches: Any, block_size_factor: int, num_cpu_blocks: int, mmap_region: Any = None) -> None:
         page_bytes = sum(cache.page_size_bytes for cache in kv_caches.tensors)
@@ -119,7 +120,7 @@ class Handlers:
 
 
 class Handler(CopyHandler):
-    """Beside Spillway's handler, the tensors that vLLM's test fills and compares."""
+    """Spillway's handler, with the tensors beside it that vLLM's test fills and compares."""
 
     def __init__(
         self, direction: Direction, layout: Any, source: list[Any], target: list[Any], groups: list[Any]
@@ -150,7 +151,7 @@ class SingleStores(SpillwayConnectorWorker):
 
 
 def spillway_connector(original: Any) -> Any:
-    """For OffloadingConnector."""
+    """Substitute for OffloadingConnector."""
     connector.SpillwayConnectorScheduler = StubbedScheduler  # type: ignore[misc]
     connector.SpillwayConnectorWorker = SingleStores  # type: ignore[misc]
     return connector.SpillwayConnector

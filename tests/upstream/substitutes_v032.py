@@ -40,20 +40,20 @@ class _NoMemory:
 
 
 def cpu_tier(num_chunks: int, cache_policy: str = "lru", enable_events: bool = False, **_: Any) -> Any:
-    """For CPUOffloadingManager, whose events are compared with its medium."""
+    """Substitute for CPUOffloadingManager, whose events are compared with its medium."""
     tier = make_cpu_tier(num_chunks, _NoMemory(), cache_policy, enable_events)  # type: ignore[arg-type]
     tier.medium = Medium.CPU  # type: ignore[attr-defined]
     return tier
 
 
 def primary_tier(num_chunks: int, mmap_region: Any, **_: Any) -> ArcCpuTier:
-    """For CPUPrimaryTierOffloadingManager: ARC, whose rows vLLM's tests can look at, as they are vLLM's."""
+    """Substitute for CPUPrimaryTierOffloadingManager: ARC, whose rows vLLM's tests can look at, as they are vLLM's."""
     return ArcCpuTier(num_chunks, mmap_region)
 
 
 class Manager(SpillwayTieringManager):
-    """For TieringOffloadingManager, with room for as many promotions as vLLM would make. vLLM's tests look up which
-    requests it has seen."""
+    """Substitute for TieringOffloadingManager, with room for as many promotions as vLLM would make. vLLM's tests look
+    up which requests it has seen."""
 
     def __init__(self, primary_tier: Any, secondary_tiers: list[Any], **_: Any) -> None:
         config = ConnectorConfig.parse(
@@ -76,7 +76,8 @@ class Manager(SpillwayTieringManager):
 
 
 class NvmeTier(SpillwayNvmeTier):
-    """For FileSystemTierManager. Lookups are asked again until the tier has answered, as the scheduler does."""
+    """Substitute for FileSystemTierManager. Lookups are asked again until the tier has answered, as the scheduler
+    does."""
 
     def __init__(
         self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, root_dir: str, **given: Any
@@ -135,7 +136,7 @@ class SingleStores(SpillwayConnectorWorker):
 
 
 def spillway_connector(original: Any) -> Any:
-    """For OffloadingConnector."""
+    """Substitute for OffloadingConnector."""
     connector.SpillwayConnectorScheduler = StubbedScheduler  # type: ignore[misc]
     connector.SpillwayConnectorWorker = SingleStores  # type: ignore[misc]
     return connector.SpillwayConnector

@@ -28,7 +28,7 @@ class NoSuchGlobal(Exception):
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Once every module of the run is imported."""
+    """Put the substitutes in once every module of the run is imported."""
     table: Substitutes = importlib.import_module(f"upstream.{os.environ[TABLE_ENV]}").SUBSTITUTES
     for module in list(sys.modules.values()):
         substitutes = table.get(_place(module, Path(session.config.rootpath)), {})

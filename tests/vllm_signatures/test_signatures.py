@@ -45,7 +45,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sample], None]:
 
 
 def _module(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
-    """In sys.modules, with the packages above it; put back at the test's end."""
+    """Put a stand-in and the packages above it into sys.modules until the test's end."""
     if not isinstance(sys.modules.get(name), _StandIn):
         monkeypatch.setitem(sys.modules, name, _StandIn(name))
         above, _, last = name.rpartition(".")
@@ -79,7 +79,7 @@ def submit_load(sample: Sample) -> list[str]:
 
 
 def test_what_a_later_vllm_added_may_be_missing(sample: Sample, stand_in: Callable[[Sample], None]) -> None:
-    """Neither vLLM 0.30 nor 0.32 has the parameter that is removed here."""
+    """The parameter that is removed here is one that neither vLLM 0.30 nor 0.32 has."""
     submit_load(sample).remove("expedited")
     stand_in(sample)
     require(SEAMS)

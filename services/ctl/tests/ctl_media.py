@@ -59,7 +59,7 @@ def payload_of(seed: int, size: int = PAYLOAD_BYTES) -> memoryview:
 
 
 class Medium(Protocol):
-    """Where a tier keeps its frames. ``options``: how the command finds it."""
+    """Place in which a tier keeps its frames. ``options``: how the command finds it."""
 
     options: list[str]
 
@@ -77,7 +77,7 @@ class Medium(Protocol):
 
 
 def place_of(offset: int) -> int:
-    """Where such an offset lies in a frame on a disk."""
+    """Place of a frame's offset on a disk."""
     return FRAME.header_at + offset if offset < 192 else FRAME.payload_at + offset - PAGE_BYTES
 
 

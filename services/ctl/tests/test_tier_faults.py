@@ -1,4 +1,5 @@
-"""From a fault of a store to doctor's sentence: a tier meets it, its counters carry the reason, doctor explains it."""
+"""The way of a store's fault to doctor's sentence: a tier meets it, its counters carry the reason, doctor explains
+it."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_the_kinds_of_groups_are_read_from_the_file() -> None:
 
 @pytest.mark.parametrize(("tensor_ranks", "block_tokens"), [(1, 640), (2, 640), (4, 384)])
 def test_a_block_is_raised_until_it_holds_a_state(tensor_ranks: int, block_tokens: int) -> None:
-    """At four ranks each has a quarter of a state, and one of the two heads."""
+    """Each of four ranks has a quarter of a state, and one of the two heads."""
     shape = read_model_shape(QWEN3_NEXT_80B)
 
     assert (shape.layers, shape.state_layers, shape.state_bytes) == (12, 36, 3 * 8192 * 2 + 32 * 128 * 128 * 2)

@@ -33,7 +33,7 @@ class Leader:
         return line
 
     def run(self, quiet_seconds: float = 0.1) -> None:
-        """Until nothing is ready for so long."""
+        """Run the lines until nothing is ready for so long."""
         while ready := self.selector.select(quiet_seconds):
             for key, _ in ready:
                 key.data()

@@ -50,7 +50,7 @@ def arguments(tree: dict[str, Any], machine: Machine = CPU) -> list[str]:
 
 @pytest.mark.parametrize("machine", [CPU, NPU], ids=["cpu", "npu"])
 def test_what_the_engine_writes_no_person_may_add(machine: Machine) -> None:
-    """But what changes nothing when it is given again, and --middleware, of which vLLM takes several."""
+    """The exceptions change nothing when they are given again; and vLLM takes several --middleware."""
     added = {"--middleware", "--enforce-eager", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"}
     written = {flag for flag in arguments({**TREE, "extraArgs": []}, machine) if flag.startswith("--")}
 

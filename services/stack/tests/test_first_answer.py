@@ -1,4 +1,4 @@
-"""Against a real HTTP server that streams like the gateway."""
+"""The first answer of a real HTTP server that streams like the gateway."""
 
 import http.server
 import json

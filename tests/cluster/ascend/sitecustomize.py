@@ -1,4 +1,5 @@
-"""In an engine on the ACL emulator: the CPU engine's KV caches count as device memory. Loaded by every interpreter.
+"""Start of an engine on the ACL emulator: the CPU engine's KV caches count as device memory. Loaded by every
+interpreter.
 
 On an NPU vLLM allocates them on the device, and nothing has to be set.
 """

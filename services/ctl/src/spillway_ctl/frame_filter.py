@@ -18,7 +18,7 @@ _PREFIX = re.compile(r"[0-9a-f]{1,32}")
 
 @dataclass(frozen=True, slots=True)
 class FrameFilter:
-    """None, or "": any. older_s, newer_s: bounds of a frame's age in seconds."""
+    """A choice of frames; None and "" stand for any. older_s, newer_s: bounds of a frame's age in seconds."""
 
     namespace_prefix: str = ""
     tenant: bytes | None = None

@@ -36,7 +36,8 @@ _ONE_LEG = {
 def roles(
     model: str, gateway: GatewayReading | None, engines: Sequence[EngineReading], window_seconds: float
 ) -> Iterator[Finding]:
-    """Nothing if the engines have no roles. engines: those of the model that answer."""
+    """Yield what is wrong with the engines' roles; nothing if they have none. engines: those of the model that
+    answer."""
     if gateway is None:
         return
     given = gateway.roles(model)

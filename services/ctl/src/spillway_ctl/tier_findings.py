@@ -103,7 +103,7 @@ def _explained(reasons: Mapping[str, Sequence[str]], kind: Any) -> tuple[str, st
 
 
 def _place(engine: EngineReading, kind: Any) -> str:
-    """Where the tier is, as configured."""
+    """Name the tier's place, as configured."""
     settings = engine.setting("offload", "sharedTier", str(kind))
     settings = settings if isinstance(settings, dict) else {}
     if kind == "s3":

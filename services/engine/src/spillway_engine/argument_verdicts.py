@@ -50,12 +50,12 @@ class ArgumentVerdict:
 
     @property
     def setting(self) -> str:
-        """Where it is, as a path of the engine's settings."""
+        """Path of the argument in the engine's settings."""
         return "extraArgs" if self.index is None else f"extraArgs[{self.index}]"
 
 
 class ArgumentVerdictError(Exception):
-    """This environment has no vLLM whose parser can be asked."""
+    """Error: this environment has no vLLM whose parser can be asked."""
 
 
 class _Refused(Exception):

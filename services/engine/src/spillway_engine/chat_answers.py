@@ -1,4 +1,4 @@
-"""Is an answer of the chat route well formed, plain and streamed? For `make up` and `helm test`. Pure."""
+"""Checks that an answer of the chat route is well formed, plain and streamed, for `make up` and `helm test`. Pure."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def is_secret(argument: str) -> bool:
 
 
 class SecretPlaces(NamedTuple):
-    """Where this setting is shown, and where secrets belong instead."""
+    """Places in which this setting is shown, and places in which secrets belong instead."""
 
     shown_in: str
     by_argument: Mapping[str, str]
@@ -232,8 +232,8 @@ def _abbreviates(name: str, whole: str) -> bool:
 
 
 def _several_forms(arguments: Sequence[str]) -> Iterator[ArgumentVerdict]:
-    """If one argument is given by two names, or as JSON and by its members, vLLM drops one without a word: what comes
-    first, or the JSON."""
+    """Refuse an argument that is given by two names, or as JSON and by its members: vLLM drops one of them without a
+    word, the first one or the JSON."""
     forms: dict[str, dict[str, None]] = {}
     for argument in arguments:
         name = argument_name(argument)

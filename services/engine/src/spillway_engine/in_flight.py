@@ -48,7 +48,7 @@ class InFlightRequests:
                 self._idle.set()
 
     async def wait_idle(self, timeout_seconds: float) -> bool:
-        """True when nothing runs any more; False when the time is over."""
+        """Wait until nothing runs any more, and return True; return False when the time is over."""
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_seconds)
         except TimeoutError:

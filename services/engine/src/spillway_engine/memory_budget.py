@@ -1,4 +1,5 @@
-"""Does it fit? From settings, model shape and machine to bytes, block counts, warnings and refusals. Pure arithmetic.
+"""The budget of memory: from settings, model shape and machine to bytes, block counts, warnings and refusals. Pure
+arithmetic.
 
 KV bytes per token are those of `model_shape.py`, a row of the CPU tier that of the connector's `plan/geometry.py`. The
 chart computes the same in templates/_memory.tpl before anything is scheduled; tests/chart/test_template_arithmetic.py

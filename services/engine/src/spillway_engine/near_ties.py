@@ -1,4 +1,4 @@
-"""When two greedy answers to one prompt are the same up to rounding. Pure.
+"""Equality of two greedy answers to one prompt up to rounding. Pure.
 
 The token that wins a near tie is rounding: another matrix shape, another kernel or another CPU decides it otherwise, on
 stock vLLM as well. So answers are compared by the log-probabilities of the tokens that were likely at each position. A

@@ -153,7 +153,7 @@ class FurtherLine:
 
 
 def _index_in(data: bytes) -> int:
-    """0: it is not said by a pod."""
+    """Read the index that a pod's greeting names; 0 if these bytes are no greeting of a pod."""
     if len(data) != len(_HELLO) + _INDEX_BYTES or not data.startswith(_HELLO):
         return 0
     return int.from_bytes(data[len(_HELLO) :], "big")

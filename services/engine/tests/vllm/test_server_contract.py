@@ -114,7 +114,7 @@ def test_the_server_takes_adapters_and_quantisation(parser: Any) -> None:
 
 
 def test_the_chart_knows_the_names_of_methods_and_connectors() -> None:
-    """So that none of this vLLM is taken for a misspelt one."""
+    """A name of this vLLM would be taken for a misspelt one if the chart did not know it."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 

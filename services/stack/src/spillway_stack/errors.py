@@ -8,7 +8,7 @@ class StackError(Exception):
 
 
 class PreflightFailed(StackError):
-    """This machine cannot run the stack with these settings; one line per reason."""
+    """Error: this machine cannot run the stack with these settings; one line per reason."""
 
 
 class ComponentFailed(StackError):

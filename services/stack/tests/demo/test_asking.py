@@ -1,4 +1,4 @@
-"""Against a fake engine on loopback."""
+"""Questions to a fake engine on loopback."""
 
 import json
 from collections.abc import Iterator

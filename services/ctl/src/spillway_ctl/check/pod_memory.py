@@ -142,7 +142,7 @@ def _dtypes(engine: Engine, checkpoint: str, on_cpu: bool) -> tuple[str, str]:
 
 
 def _device_blocks(engine: Engine, on_cpu: bool, groups: int) -> int:
-    """0: the engine sizes its own device cache."""
+    """Count the blocks of the engine's device cache; 0 if the engine sizes the cache itself."""
     if engine.device_blocks is not None:
         return engine.device_blocks
     longest = -(-engine.model.max_length // engine.block_size)

@@ -122,7 +122,8 @@ def _engine_key(model: Mapping[str, Any]) -> str:
 
 
 def _read_gateway(release: Release, asker: Asker) -> GatewayReading | None:
-    """None if it may not be asked. One page serves as both ends of the window: the next may be another replica's."""
+    """Read the gateway's state, or return None if it may not be asked. One page serves as both ends of the window: the
+    next may be another replica's."""
     if not release.shows_gateway:
         return None
     reading, sent = GatewayReading(release.gateway["operations"]), time.time()
@@ -295,7 +296,8 @@ class TierCheck:
         self.asker.ask(f"{engine}/v1/completions", self.key, body, rank)
 
     def _growth(self, engine: str, before: float, name: str, **labels: str) -> float:
-        """Until a counter has grown and stands still; small requests in between, as it moves with engine steps."""
+        """Wait until a counter has grown and stands still, and return its growth. Small requests go in between, as it
+        moves with engine steps."""
         last = before
         while time.monotonic() < self.deadline:
             self._complete(engine, f"{uuid.uuid4()}")

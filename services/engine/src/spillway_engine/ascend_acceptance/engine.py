@@ -105,7 +105,8 @@ def _free_port() -> int:
 
 
 def without_device_cache(command: EngineCommand) -> EngineCommand:
-    """In production the engine service refuses this argument, as routing rests on the cache."""
+    """Add the argument that turns vLLM's prefix cache off. The engine service refuses it in production, as routing
+    rests on the cache."""
     return dataclasses.replace(command, arguments=[*command.arguments, "--no-enable-prefix-caching"])
 
 

@@ -47,7 +47,7 @@ class LoadMeter:
 
     @property
     def pays(self) -> bool:
-        """True before the first load."""
+        """Whether loading pays; True before the first load."""
         return self._load_seconds <= WORTH_RATIO * self._compute_seconds
 
 

@@ -58,7 +58,8 @@ def choose_document_tokens(
 
 
 def prompt_tokens_max(document_tokens: int, limits: EngineLimits) -> int:
-    """Below it a prompt's reusable part is `document_tokens`: question and answer lie in a last, partial chunk.
+    """Bound below which a prompt's reusable part is `document_tokens`: question and answer lie in a last, partial
+    chunk.
 
     The KV of answers is kept too. An answer that filled a chunk would take a row of the CPU tier from a document, and
     after another rounding a further one.

@@ -30,7 +30,7 @@ def line(row: Row) -> str:
 
 
 def footnotes(rows: Sequence[Row], documents: int) -> list[str]:
-    """Below the table: how it was measured, which answers were compared, and every deviation from the plan."""
+    """Lines below the table: how it was measured, which answers were compared, and every deviation from the plan."""
     lines = [
         f"TTFT: time to the first token, median of {documents} documents; faster: than computing the prompt (cold)."
     ]
