@@ -142,7 +142,8 @@ class RankEngine:
         )
 
     def wait_stored(self, rank: int, size_bytes: float) -> None:
-        """Until a rank has stored as many bytes; it computes a few tokens meanwhile, as counters move with steps."""
+        """Wait until a rank has stored as many bytes; it computes a few tokens meanwhile, as counters move with
+        steps."""
 
         def is_stored() -> bool:
             self.answer([3, 4, 5], rank)

@@ -121,7 +121,7 @@ async def test_one_who_left_in_the_same_turn_takes_no_place() -> None:
 
 
 async def test_requests_of_a_model_at_zero_wait_for_its_first_engine() -> None:
-    """They wait longer than for room: none of them may be refused before an engine can have started."""
+    """Requests wait longer for an engine than for room: none may be refused before one can have started."""
     capacity = 0
     admission = Admission(AdmissionConfig(normal_wait_seconds=0.001), lambda: capacity, lambda: 60.0)
     order: list[str] = []

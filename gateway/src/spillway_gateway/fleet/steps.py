@@ -27,8 +27,8 @@ class Steps:
             asyncio.get_running_loop().call_soon(self._step)
 
     def soon(self, work: Iterator[None]) -> None:
-        """Like run(), but later, when the work that runs now has ended: no client waits for it. At once if no event
-        loop runs, as in virtual time."""
+        """Run the work like run(), but later, when the work that runs now has ended: no client waits for it. It runs
+        at once if no event loop does, as in virtual time."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

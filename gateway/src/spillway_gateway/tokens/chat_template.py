@@ -24,7 +24,7 @@ ARGUMENTS_CHARS_MAX = 65_536  # shorter texts are parsed without an estimate of 
 
 
 class CannotRender(Exception):
-    """This request's prompt cannot be reproduced here."""
+    """Error: this request's prompt cannot be reproduced here."""
 
 
 class _GenerationBlock(Extension):
