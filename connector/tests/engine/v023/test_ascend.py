@@ -257,7 +257,7 @@ def test_blocks_go_out_and_come_back(make, rank, blocks_per_chunk, open_region):
 
 
 def test_parts_in_one_storage_are_distinguished():
-    """V would be taken for K if storage alone told them apart (both are slices of one raw tensor)."""
+    """V would be taken for K if only storage were compared (both are slices of one raw tensor)."""
     case = mamba_beside_attention()
     caches = canonical_kv_caches(case.caches, case.config)
     attn, mamba = caches.group_data_refs
