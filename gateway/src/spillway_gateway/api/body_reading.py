@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from spillway_gateway.client.body_budget import SHORT_BYTES_MAX
@@ -10,28 +10,42 @@ from spillway_gateway.client.connection import ClientRequest
 from spillway_gateway.config.settings import LimitsConfig, TimeoutsConfig
 from spillway_gateway.errors import RequestBodyTimeout, RequestTooLarge, UnsupportedEncoding
 from spillway_gateway.upstream.exchange import ClientDisconnected
-from spillway_gateway.upstream.forward import Body, Headers, header
+from spillway_gateway.upstream.forward import Body, Headers
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 async def read_body(
-    headers: Headers, receive: Receive, client: ClientRequest, limits: LimitsConfig, timeouts: TimeoutsConfig
+    headers: Headers,
+    first: Mapping[bytes, bytes],
+    receive: Receive,
+    client: ClientRequest,
+    *,
+    limits: LimitsConfig,
+    timeouts: TimeoutsConfig,
 ) -> Body:
     """Read the whole request body.
+
+    Args:
+        headers: all of the request's.
+        first: the first value of each of them.
+        receive: the server's.
+        client: the connection that the body comes from.
+        limits: the bound on one body.
+        timeouts: the time until it has to be whole.
 
     Raises:
         RequestTooLarge, BodyBudgetSpent: Before more bytes are read than the limits allow.
         RequestBodyTimeout, UnsupportedEncoding, ClientDisconnected.
     """
-    for name, encoding in headers:
+    for name, encoding in headers if b"content-encoding" in first else ():
         if name == b"content-encoding" and any(
             each.strip().lower() not in (b"", b"identity") for each in encoding.split(b",")
         ):
             shown = encoding[:40].decode("latin-1")
             raise UnsupportedEncoding(f"A body with content-encoding {shown!r} given; send it without")
     bytes_max = limits.body_bytes_max
-    declared = header(headers, b"content-length")
+    declared = first.get(b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > bytes_max:
         raise _too_large(bytes_max)
     body = client.take_whole_body()

@@ -107,7 +107,8 @@ class InferenceEndpoint:
         route, context = self._route, self._context
         upstream, config = context.upstream, context.upstream.live.current
         limits = config.limits
-        body = await read_body(headers, receive, client, limits, config.timeouts)
+        first = first_values(headers)
+        body = await read_body(headers, first, receive, client, limits=limits, timeouts=config.timeouts)
         received_at = perf_counter()
         large = len(body) > SHORT_BODY_BYTES_MAX
         if large:
@@ -151,7 +152,6 @@ class InferenceEndpoint:
         asks_ids = asks_ids and client.engine_connections is None  # a proxy sends a request once
         if asks_ids:
             inserted["return_token_ids"] = True
-        first = first_values(headers)
         session = session_hint(tenant.name, first, context.session_sources.name(first, parsed.session_names))
         own: dict[str, Any] = {} if session is None else {SESSION_MEMBER: session.member}
         retained = None
@@ -289,9 +289,8 @@ class StoredResponseEndpoint:
             tenant: Tenant, headers: Headers, receive: Receive, client: ClientRequest, request_id: bytes
         ) -> tuple[OutboundRequest, ServedModel]:
             context = self._context
-            body = await read_body(
-                headers, receive, client, context.upstream.live.limits, context.upstream.live.timeouts
-            )
+            live, first = context.upstream.live, first_values(headers)
+            body = await read_body(headers, first, receive, client, limits=live.limits, timeouts=live.timeouts)
             received_at = perf_counter()
             owner = await context.upstream.router.owner_of(response_id, tenant.name)
             served = context.models.get(owner.model) if owner is not None else None

@@ -22,8 +22,8 @@ from spillway_gateway.routing.prefix import KEYS_MAX, TOKEN_BYTES, PromptTokens
 HALF_LIFE_SECONDS = 120.0
 REQUESTS_MIN = 3.0  # decayed, from which on a prefix is hot and its tokens are kept
 ENTRIES_MAX = 8192
-COUNTED_PER_SECOND = 64  # requests that are all counted
-DRAWN_OF = 4  # further requests, of which one is counted
+COUNTED_PER_SECOND = 16  # requests that are all counted
+DRAWN_OF = 8  # further requests, of which one is counted
 HALF_LIVES_MAX = 512  # until all weights are scaled down, far below what a float holds
 TOKEN_BYTES_MAX = 8 * 1024 * 1024  # of tokens that are kept
 

@@ -58,6 +58,7 @@ class Event(NamedTuple):
 EDGE_BYTES = 64  # of a plain reply's beginning and end, and of the part before, with which what is cut is found
 _ENDS_OF = {ord("{"): ord("}"), ord("["): ord("]"), ord('"'): ord('"')}  # a document's last byte, by its first one
 _JSON_BLANKS = b" \t\r\n"
+_BEGINS = (b"{", b"[")  # of documents whose last byte shows their end
 READ_BYTES_MAX = 64 * 1024  # of a plain reply that is read to its end on the event loop: 1 us, at most 0.6 ms
 _skip_document = msgspec.json.Decoder(msgspec.Raw).decode
 _CUT = "truncated"  # how msgspec's message calls a document that has not ended
@@ -281,6 +282,8 @@ def is_cut_inside(body: bytes) -> bool:
     if len(body) <= READ_BYTES_MAX:
         try:
             _skip_document(body)
+            if body[:1] in _BEGINS:
+                return False
         except msgspec.DecodeError as error:
             if _CUT in str(error):
                 return not _is_read_by_others(body)

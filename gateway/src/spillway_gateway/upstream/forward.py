@@ -104,9 +104,9 @@ def _is_known(kind: bytes) -> bool:
 
 def connection_named(headers: Headers) -> frozenset[bytes]:
     """Header names that the Connection header makes hop-by-hop (RFC 9110, 7.6.1)."""
-    values = [value for name, value in headers if name == b"connection"]
-    if not values:
+    if b"connection" not in dict(headers):
         return _NOTHING
+    values = [value for name, value in headers if name == b"connection"]
     named = {token.strip().lower() for value in values for token in value.split(b",")}
     return frozenset(named - {b"close", b"keep-alive", b""})
 

@@ -287,8 +287,7 @@ class Reply:
             headers.append((_ROUTE, decision.reason.encode()))
             headers.append((_PREFIX_TOKENS, str(decision.held.total_tokens).encode()))
         headers.append((_OVERHEAD, b"%.3f" % (self.overhead_seconds * 1000)))
-        if header(headers, b"x-request-id") is None:
-            headers.append((b"x-request-id", self._request.request_id))
+        headers.append((b"x-request-id", self._request.request_id))
 
     async def _send_head(self, status: int, headers: Headers) -> None:
         self._head_sent = True
