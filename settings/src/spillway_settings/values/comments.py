@@ -26,8 +26,9 @@ def comments_by_setting(text: str) -> dict[str, str]:
             continue
         depth = len(key[1])
         path = [step for step in path if step[0] < depth] + [(depth, key[2])]
-        behind = _BEHIND.search(_QUOTED.sub("", key[3] or ""))
-        words = [word for word in above if not _RULE.search(word)] + ([behind[1]] if behind else [])
+        rest = key[3] or ""
+        behind = _BEHIND.search(_QUOTED.sub(lambda quoted: "x" * len(quoted[0]), rest))
+        words = [word for word in above if not _RULE.search(word)] + ([rest[behind.start(1) :]] if behind else [])
         if sentence := " ".join(" ".join(words).split()):
             found[".".join(name for _, name in path)] = sentence
         above = []
