@@ -14,11 +14,13 @@ import vllm
 from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.request import Request
@@ -27,6 +29,7 @@ from spillway_connector.engine.features.feature import Feature
 from spillway_connector.engine.features.hints import HintOutcome
 from spillway_connector.engine.generation import Seams, require
 from spillway_connector.engine.ipc.process_settings import ENGINE_CORE, ProcessSettings
+from spillway_connector.engine.ipc.statistics_due import StatisticsDue
 from spillway_connector.engine.layouts.kv_layout import LayerCache, layout_facts
 from spillway_connector.engine.namespace.adapters import AdapterRegistry, lora_mixes_weights
 from spillway_connector.engine.namespace.weights import WeightsNamed
@@ -83,6 +86,7 @@ class ConnectorBase(OffloadingConnector):
         self._spec = self._make_spec()
         self._settings = self._spec.settings if isinstance(self._spec, SpecBase) else None
         apply(self._patches, self._patches_needed(role))
+        self._statistics_due = StatisticsDue()
         self.connector_scheduler = self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = half = self._make_scheduler_half()
@@ -227,6 +231,11 @@ class ConnectorBase(OffloadingConnector):
     def prefix_expected(self, request: Request, hashing_seconds: float) -> None:
         """See engine/features/hints.py."""
         self._half.prefix_expected(request, hashing_seconds)
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        self._statistics_due.planned(scheduler_output.total_num_scheduled_tokens)
+        return super().build_connector_meta(scheduler_output)
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

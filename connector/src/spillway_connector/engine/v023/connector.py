@@ -68,7 +68,7 @@ class SpillwayConnector(ConnectorBase):
         if self.connector_worker is not None:
             return self.connector_worker.get_kv_connector_stats()
         assert isinstance(self.connector_scheduler, SpillwayConnectorScheduler)
-        return self.connector_scheduler.manager.take_stats()
+        return self.connector_scheduler.manager.take_stats() if self._statistics_due.take() else None
 
     @classmethod
     @override

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -62,6 +63,12 @@ class SpillwayConnector(ConnectorBase):
     @override
     def _make_worker_half(self) -> WorkerHalf:
         return SpillwayConnectorWorker(self._spec, self._vllm_config, self._kv_cache_config)
+
+    @override
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.connector_scheduler is None or self._statistics_due.take():
+            return super().get_kv_connector_stats()
+        return None
 
     @override
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
