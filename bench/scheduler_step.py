@@ -12,6 +12,7 @@ metadata, take in what the workers report, collect statistics. Chunks are 4 KiB,
     promotions  requests arrive, their chunks are loaded from the shared tier, and they finish
     stores      a request is computed and stored in every step, while the others wait as in `ready`
     misses      unseen requests arrive and finish
+    decode      64 requests compute a token each, while nothing waits and nothing is copied
     answers     256 requests of 256 chunks wait for one answer of the shared tier, all of them absent; each step that
                 processes a part of it is measured (Spillway alone: upstream asks the file system within the step)
 
@@ -69,6 +70,7 @@ from spillway_connector.config import ConnectorConfig
 from spillway_connector.device.host_region import HostRegion
 from spillway_connector.engine.cpu_tier.tier import CpuTier
 from spillway_connector.engine.ipc.messages import SpillwayWorkerMetadata
+from spillway_connector.engine.ipc.statistics_due import StatisticsDue
 from spillway_connector.engine.shared_tiers import open_shared_tier
 from spillway_connector.engine.v023.scheduler import SpillwayConnectorScheduler
 from spillway_connector.engine.v023.tier_adapter import SharedTierAdapter
@@ -86,7 +88,8 @@ PAUSE_SECONDS = 0.002
 NODE_NAMESPACE = bytes(16)
 FOREVER_SECONDS = 3600.0
 DEVICE_BLOCKS = [KVCacheBlock(number) for number in range(1, 4096)]  # made once, as by vLLM's block pool
-SCENARIOS = ("ready", "pending", "promotions", "stores", "misses", "answers")
+SCENARIOS = ("ready", "pending", "promotions", "stores", "misses", "decode", "answers")
+DECODING_REQUESTS = 64
 ANSWER_REQUESTS, ANSWER_CHUNKS = 256, 256
 OUTPUT = Path("build/bench/scheduler_step.json")
 
@@ -139,16 +142,22 @@ class Rig:
         tokens: int | None = self.scheduler.get_num_new_matched_tokens(request, 0)[0]
         return tokens
 
-    def before_step(self, computed: Sequence[BenchRequest] = ()) -> None:
-        """Create vLLM's objects of a step in which `computed` are prefilled; the workers have copied since the last
-        step."""
+    def before_step(self, computed: Sequence[BenchRequest] = (), decoding: Sequence[BenchRequest] = ()) -> None:
+        """Create vLLM's objects of a step in which `computed` are prefilled and each of `decoding` computes a token;
+        the workers have copied since the last step."""
         scheduled = {request.request_id: request.num_tokens for request in computed}
+        scheduled |= dict.fromkeys((request.request_id for request in decoding), 1)
         self._output = SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=request.request_id, block_ids=(request.block_ids,), num_computed_tokens=0)
                 for request in computed
             ],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set()),
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[request.request_id for request in decoding],
+                new_block_ids=[None] * len(decoding),
+                num_computed_tokens=[request.num_computed_tokens for request in decoding],
+                resumed_req_ids=set(),
+            ),
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             preempted_req_ids=None,
@@ -209,8 +218,14 @@ class Rig:
 class SpillwayRig(Rig):
     metadata = SpillwayWorkerMetadata
 
+    def __init__(self, scheduler: OffloadingConnectorScheduler, region: HostRegion, hold: threading.Event) -> None:
+        super().__init__(scheduler, region, hold)
+        self._due = StatisticsDue()
+
     def statistics(self) -> None:
-        self.scheduler.manager.take_stats()
+        self._due.planned(tokens=1)  # the bench's engine always computes something
+        if self._due.take():
+            self.scheduler.manager.take_stats()
 
 
 class UpstreamRig(Rig):
@@ -444,6 +459,23 @@ class Misses(Scenario):
             self.rig.finish(self.waiting.pop(0))
 
 
+class Decode(Scenario):
+    def prepare(self) -> None:
+        self.running = [self.rig.make_request(prompt, 2) for prompt in range(DECODING_REQUESTS)]
+        for request in self.running:
+            self.arrive(request)
+        self.rig.step(self.running)
+        for request in self.running:
+            request.num_computed_tokens = request.num_tokens
+        self.rig.settle()
+
+    def before(self) -> None:
+        for request in self.running:
+            request.num_computed_tokens = request.num_tokens
+            request.num_tokens += 1
+        self.rig.before_step(decoding=self.running)
+
+
 class Answers(Scenario):
     """One batch of look-ups of all requests is answered at once; requests with an answer finish, then all look up
     again."""
@@ -482,6 +514,7 @@ KINDS: dict[str, type[Scenario]] = {
     "promotions": Promotions,
     "stores": Stores,
     "misses": Misses,
+    "decode": Decode,
     "answers": Answers,
 }
 
