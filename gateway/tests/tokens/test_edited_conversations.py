@@ -23,6 +23,7 @@ from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing import prefix
 from spillway_gateway.routing.prefix import KEYS_MAX, PromptBlocks
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
+from spillway_gateway.tokens import known_beginnings
 from spillway_gateway.tokens import tokenizer as tokenizer_module
 from spillway_gateway.tokens.fair_threads import FairThreads
 from spillway_gateway.tokens.prompt import ChatPrompt, PromptReader
@@ -80,7 +81,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
 def test_an_edited_conversation_is_read_as_one_that_is_new(tokenizer: PromptTokenizer, turns: list[Any]) -> None:
     with ExitStack() as stack:
         for module, name, value in (
-            (tokenizer_module, "RUN_SEGMENTS", 2),
+            (known_beginnings, "MARKS", tuple(2**power for power in range(2, 16))),
+            (known_beginnings, "MARK_CHARS", 4),
+            (tokenizer_module, "KEPT_SEGMENTS_MIN", 1),
             (prefix, "RUN_BLOCKS", 4),
             (block_runs, "RUN_BLOCKS", 4),
             (block_runs, "SHORT_RUN_BLOCKS", 2),

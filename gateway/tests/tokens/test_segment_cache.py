@@ -32,8 +32,8 @@ def test_a_text_is_its_owners_alone(owner: str, text: str, other: str, other_tex
     assert same == ((owner, text) == (other, other_text))
 
 
-@given(st.text(st.characters(codec="utf-8")) | st.text("ab"), st.lists(st.integers(0, 30)), st.integers(0, 1))
-def test_the_parts_of_a_text_have_the_keys_that_they_have_alone(text: str, cuts: list[int], kind: int) -> None:
+@given(st.text(st.characters(codec="utf-8")) | st.text("ab"), st.lists(st.integers(0, 30)))
+def test_the_parts_of_a_text_have_the_keys_that_they_have_alone(text: str, cuts: list[int]) -> None:
     cuts = sorted(min(cut, len(text)) for cut in cuts)
-    alone = [segment_key("o", text[start:end], kind=kind) for start, end in pairwise(cuts)]
-    assert segment_keys("o", text, cuts, kind=kind) == alone
+    alone = [segment_key("o", text[start:end]) for start, end in pairwise(cuts)]
+    assert segment_keys("o", text, cuts) == alone

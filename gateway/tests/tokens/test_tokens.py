@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from array import array
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,7 @@ from spillway_gateway.config.settings import LimitsConfig
 from spillway_gateway.fleet.prefix_index import PrefixIndex
 from spillway_gateway.routing.prefix import namespace_key, token_block_keys, token_bytes
 from spillway_gateway.testing.small_tokenizer import write_tokenizer
+from spillway_gateway.tokens import known_beginnings
 from spillway_gateway.tokens import prompt as prompt_module
 from spillway_gateway.tokens import tokenizer as tokenizer_module
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
@@ -35,7 +36,7 @@ from spillway_gateway.tokens.prompt import (
     render,
     render_and_encode,
 )
-from spillway_gateway.tokens.tokenizer import RUN_SEGMENTS, SPECIAL_PLACES_MAX, PromptTokenizer, TokenizerUnusable
+from spillway_gateway.tokens.tokenizer import SPECIAL_PLACES_MAX, PromptTokenizer, TokenizerUnusable
 from spillway_gateway.tokens.verification import PROBE_MESSAGES, Disagreement, verify_tokenizer
 
 TEMPLATE = """{{ bos_token }}
@@ -510,26 +511,47 @@ async def test_a_disagreeing_tokenizer_is_reported_and_unused(
 segments = st.sampled_from(["<|im_start|>the fox", "<|im_end|>\n", "<|im_start|>", "lazy dog ", "<|im_end|>"])
 
 
+@pytest.fixture
+def short_beginnings() -> Iterator[None]:
+    """Keep beginnings of a few characters, too."""
+    with (
+        patch.object(known_beginnings, "MARKS", (4, 8, 16, 32, 64, 128, 256)),
+        patch.object(known_beginnings, "MARK_CHARS", 4),
+        patch.object(tokenizer_module, "KEPT_SEGMENTS_MIN", 1),
+    ):
+        yield
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    turns=st.lists(st.lists(segments, max_size=6).map("".join), min_size=1, max_size=5),
-    run_segments=st.integers(1, 4),
+    turns=st.lists(st.lists(segments | st.text(max_size=3), max_size=6).map("".join), min_size=1, max_size=5),
+    other=st.lists(segments, max_size=12).map("".join),
     owner=st.sampled_from(["", "a"]),
+    stepped_turn=st.integers(0, 5),
 )
-def test_runs_of_segments_never_change_the_tokens_of_a_growing_text(
-    tokenizer: PromptTokenizer, reference: Any, turns: list[str], run_segments: int, owner: str
+def test_known_beginnings_never_change_the_tokens_of_a_growing_text(
+    tokenizer: PromptTokenizer,
+    reference: Any,
+    short_beginnings: None,
+    turns: list[str],
+    other: str,
+    owner: str,
+    stepped_turn: int,
 ) -> None:
-    with patch.object(tokenizer_module, "RUN_SEGMENTS", run_segments):
-        for end in range(1, len(turns) + 1):
-            text = "".join(turns[:end])
-            for _ in range(3):  # a run is marked, kept, and found
-                ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=len(text), owner=owner)
-                assert ids == token_bytes(reference.encode(text, add_special_tokens=False))
+    for end in range(1, len(turns) + 1):
+        grown = "".join(turns[:end])
+        for text in (grown, grown, grown[: len(grown) // 2] + other, "".join(turns[: end - 1]) + other):
+            expected = list(reference.encode(text, add_special_tokens=False))
+            if end == stepped_turn:
+                assert stepped(tokenizer, text, owner=owner)[0] == expected
+            ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=len(text), owner=owner)
+            assert ids == token_bytes(expected)
 
 
-def test_a_long_conversation_takes_few_look_ups(folder: Path) -> None:
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_a_turn_of_a_long_conversation_looks_up_no_segment_of_the_turn_before_it(folder: Path, in_steps: bool) -> None:
     tokenizer, asked = PromptTokenizer.load(folder), 0
-    text = "".join(f"<|im_start|>the fox {number}" for number in range(20 * RUN_SEGMENTS))
+    turns = ["".join(f"<|im_start|>the fox {turn} {at}" for at in range(600)) for turn in range(3)]
     get_all = tokenizer._segments.get_all
 
     def counted(keys: Any) -> Any:
@@ -537,23 +559,13 @@ def test_a_long_conversation_takes_few_look_ups(folder: Path) -> None:
         asked += len(keys)
         return get_all(keys)
 
-    for _ in range(2):
-        ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=len(text))
-    with patch.object(tokenizer._segments, "get_all", counted):
-        assert tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=0) == ids
-    assert asked == 20
-
-
-def test_a_conversation_that_drops_its_oldest_messages_takes_no_room_of_others(folder: Path) -> None:
-    """No run of the conversation comes twice, and all of its messages are known."""
-    tokenizer = PromptTokenizer.load(folder)
-    turns = [f"<|im_start|>{'the quick brown fox ' * 20}{number}" for number in range(8 * RUN_SEGMENTS)]
-    for turn in turns:
-        tokenizer.encode_inline(turn, add_special_tokens=False, new_chars_max=len(turn))
-    before, prompts = tokenizer._segments.estimated_bytes, 0
-    for oldest in range(4 * RUN_SEGMENTS):
-        text = "".join(turns[oldest : oldest + 4 * RUN_SEGMENTS])
-        ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=0)
-        assert ids is not None
-        prompts += len(ids)
-    assert tokenizer._segments.estimated_bytes - before < prompts / 20
+    if in_steps:
+        stepped(tokenizer, turns[0], owner="a")
+    else:
+        tokenizer.encode_inline(turns[0], add_special_tokens=False, new_chars_max=20_000, owner="a")
+    for text, looked_up in ((turns[0], 2), (turns[0] + turns[1], 602), (turns[0] + turns[1], 2), ("".join(turns), 602)):
+        asked = 0
+        with patch.object(tokenizer._segments, "get_all", counted):
+            ids = tokenizer.encode_inline(text, add_special_tokens=False, new_chars_max=20_000, owner="a")
+        assert ids == token_bytes(tokenizer.encode(text, add_special_tokens=False))
+        assert asked == pytest.approx(looked_up, abs=1)

@@ -20,19 +20,18 @@ ENTRY_BYTES = 256
 SegmentKey = tuple[str, bytes]  # its owner, and XXH3-128 of its text
 
 
-def segment_key(owner: str, segment: str, *, kind: int = 0) -> SegmentKey:
-    """kind: of what is cached, so that one text may have an entry of each. Raises UnicodeEncodeError for lone
-    surrogates, which no tokenizer takes."""
-    return owner, xxhash.xxh3_128_digest(segment.encode(), kind)
+def segment_key(owner: str, segment: str) -> SegmentKey:
+    """Raises UnicodeEncodeError for lone surrogates, which no tokenizer takes."""
+    return owner, xxhash.xxh3_128_digest(segment.encode())
 
 
-def segment_keys(owner: str, text: str, cuts: Sequence[int], *, kind: int = 0) -> list[SegmentKey]:
+def segment_keys(owner: str, text: str, cuts: Sequence[int]) -> list[SegmentKey]:
     """Return the keys of the segments between each two cuts of a text. Pure ASCII is not copied for each."""
     if len(cuts) < 3 or not text.isascii():
-        return [segment_key(owner, text[start:end], kind=kind) for start, end in pairwise(cuts)]
+        return [segment_key(owner, text[start:end]) for start, end in pairwise(cuts)]
     first, digest = cuts[0], xxhash.xxh3_128_digest
     data = memoryview(text[first : cuts[-1]].encode())
-    return [(owner, digest(data[start - first : end - first], kind)) for start, end in pairwise(cuts)]
+    return [(owner, digest(data[start - first : end - first])) for start, end in pairwise(cuts)]
 
 
 class SegmentCache:

@@ -2,7 +2,8 @@
 
 A conversation grows at its end, so most of a prompt was tokenised with its previous turn. Nearly all tokenizers treat
 text between special tokens independently of the rest. If that holds (checked at load) each such segment is cached by
-its hash, and a growing conversation costs only its new messages.
+its hash. Segments that a long text has in common with the turn before it are not even looked up (known_beginnings.py),
+so a growing conversation costs only its new messages.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +23,15 @@ import tokenizers
 
 from spillway_gateway.routing.prefix import TOKEN_BYTES
 from spillway_gateway.tokens.chat_template import CannotRender, ChatTemplate
-from spillway_gateway.tokens.segment_cache import SegmentCache, SegmentKey, segment_key, segment_keys
+from spillway_gateway.tokens.known_beginnings import Beginning, KnownBeginnings
+from spillway_gateway.tokens.segment_cache import SegmentCache, segment_key, segment_keys
 from spillway_gateway.tokens.text_encoder import TextEncoder
 
 # Texts are tokenised one at a time, so the library's thread pool would only add latency.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 SEGMENT_CACHE_BYTES = 64 * 1024 * 1024
+BEGINNINGS_BYTES = 64 * 1024 * 1024  # some 150 conversations of 50,000 tokens
 _PROBES = (
     "Hello, world! 12345  two  spaces\n\nnew paragraph\ttab",
     " leading blank and trailing blank ",
@@ -41,8 +45,7 @@ FAST_INLINE_NEW_CHARS_MAX = 16_384  # the same with the fast encoder
 INLINE_CHARS_MAX = 32_768  # in which special tokens are searched for on the event loop, however many there are
 PATTERN_CHARS_MAX = 4_096  # of a text in which one search by pattern takes less time than many by str.find()
 SPECIAL_PLACES_MAX = 1_024  # in a longer text; each takes about 0.4 us
-RUN_SEGMENTS = 16  # that are looked up together, as one, from the third time on
-_RUN = 1  # in the key of such a run
+KEPT_SEGMENTS_MIN = 8  # of a beginning: looking up fewer takes no longer than comparing it
 STEP_CHARS = 16_384  # of new text in one step of encode_in_steps(), about 8 ms at most
 SEARCH_CHARS = 256 * 1024  # in one search for a special token, under the interpreter's lock
 CUT_TRIES = 8
@@ -77,6 +80,7 @@ class PromptTokenizer:
         begins = {special[:1] for special in specials}
         self._special_begin = begins.pop() if len(begins) == 1 else ""  # the character with which all begin
         self._segments = SegmentCache(SEGMENT_CACHE_BYTES)
+        self._beginnings = KnownBeginnings(BEGINNINGS_BYTES)
         self._encoder = TextEncoder(tokenizer)
         if self._special is not None and not self._segments_agree():
             self._special = None
@@ -133,20 +137,14 @@ class PromptTokenizer:
             if self._is_too_long([text], new_chars_max, on_loop):
                 return None
             return self._encode(text, add_special_tokens, owner)
-        places = self._special_places(text, any_number=not on_loop or len(text) <= INLINE_CHARS_MAX)
+        known = self._beginnings.find(owner, text)
+        begin, ids_before = (known.end, known.ids) if known is not None else (0, b"")
+        places = self._special_places(text, begin, any_number=not on_loop or len(text) <= INLINE_CHARS_MAX)
         if places is None:
             return None
-        if places and places[0] == 0:
+        if places and places[0] == begin:
             del places[0]
-        cuts = [0, *places, len(text)] if text else [0]
-        runs: list[SegmentKey] = []
-        ids_of_runs: list[bytes | None] = []
-        if len(cuts) > RUN_SEGMENTS:
-            runs = segment_keys(owner, text, cuts[::RUN_SEGMENTS], kind=_RUN)
-            ids_of_runs = self._segments.get_all(runs)
-        known = list(itertools.takewhile(bool, ids_of_runs))
-        begin = len(known) * RUN_SEGMENTS
-        cuts = cuts[begin:]
+        cuts = [begin, *places, len(text)] if text else [0]
         keys = segment_keys(owner, text, cuts)
         found = self._segments.get_all(keys)
         new = {at: text[cuts[at] : cuts[at + 1]] for at, ids in enumerate(found) if ids is None}
@@ -155,38 +153,28 @@ class PromptTokenizer:
         for at, segment in new.items():
             found[at] = ids = self._encode(segment, False, owner)
             self._segments.put(keys[at], ids)
-        if len(known) < len(runs):
-            self._keep_runs(runs[len(known) :], ids_of_runs[len(known) :], found)
-        return b"".join([*known, *found])  # type: ignore[list-item]  # none is missing now
+        last = bisect_right(places, len(text) - self._special_chars_max)  # segments before the last place that is kept
+        if last >= KEPT_SEGMENTS_MIN or (last and known is not None):
+            ids_before = b"".join([ids_before, *found[:last]])  # type: ignore[list-item]  # none is missing now
+            self._keep_beginning(owner, text, places[last - 1], ids_before, known)
+            found = found[last:]
+        return b"".join([ids_before, *found])  # type: ignore[list-item]
 
-    def _keep_runs(self, keys: list[SegmentKey], before: list[bytes | None], segments: list[bytes | None]) -> None:
-        """Keep the ids of runs of RUN_SEGMENTS segments, with which a conversation's earlier turns take a few look-ups,
-        however many messages they have. If the first of them is new it is only marked: a client that drops its oldest
-        messages sends other runs each time, which would take the place of the segments that all of them are made of.
+    def _keep_beginning(self, owner: str, text: str, end: int, ids: bytes, before: Beginning | None = None) -> None:
+        """Keep the ids of text[:end], where a special token begins. With the characters that any special token may
+        take, all texts that begin alike are cut alike before it."""
+        self._beginnings.keep(owner, Beginning(text[: end + self._special_chars_max], end, ids), before)
 
-        Args:
-            keys: The keys of the runs.
-            before: What the cache had of each: None, no ids as a mark, or its ids.
-            segments: The ids of the segments, from the first run's first one on.
-        """
-        if before[0] is None:
-            self._segments.put(keys[0], b"")
-            return
-        for number, (key, ids) in enumerate(zip(keys, before, strict=True)):
-            if not ids:
-                run = segments[number * RUN_SEGMENTS : (number + 1) * RUN_SEGMENTS]
-                self._segments.put(key, b"".join(run))  # type: ignore[arg-type]
-
-    def _special_places(self, text: str, *, any_number: bool = True) -> list[int] | None:
-        """Find where special tokens begin. Text without their first character is skipped by str.find(), which takes a
-        fifteenth of the pattern's time. any_number: if not, return None if that character is found at more than
-        SPECIAL_PLACES_MAX."""
+    def _special_places(self, text: str, begin: int = 0, *, any_number: bool = True) -> list[int] | None:
+        """Find where special tokens begin, from `begin` on. Text without their first character is skipped by
+        str.find(), which takes a fifteenth of the pattern's time. any_number: if not, return None if that character is
+        found at more than SPECIAL_PLACES_MAX."""
         assert self._special is not None
-        if len(text) <= PATTERN_CHARS_MAX:
-            return [found.start() for found in self._special.finditer(text)]
+        if len(text) - begin <= PATTERN_CHARS_MAX:
+            return [found.start() for found in self._special.finditer(text, begin)]
         first, match = self._special_begin, self._special.match
         places: list[int] = []
-        at = text.find(first) if first else 0
+        at = text.find(first, begin) if first else begin
         for _ in range(SPECIAL_PLACES_MAX if first else 0):
             if at < 0:
                 return places
@@ -225,10 +213,13 @@ class PromptTokenizer:
         before, after = self._around if add_special_tokens else (b"", b"")
         parts = [before]
         count, chars, new_chars = len(before) // TOKEN_BYTES, 0, 0
+        kept = 0, 1  # the last place of a beginning, and the parts before it
         for segment in self._segments_of(text):
             key = segment_key(owner, segment)
             (known,) = self._segments.get_all([key])
             first, end = len(parts), chars + len(segment)
+            if chars + self._special_chars_max <= len(text):
+                kept = chars, first
             for piece in self._pieces_of(segment, owner) if known is None else [segment]:
                 parts.append(self._encode(piece, False, owner) if known is None else known)
                 count += len(parts[-1]) // TOKEN_BYTES
@@ -245,6 +236,8 @@ class PromptTokenizer:
                 return Encoded(b"".join(parts), count * len(text) // max(1, chars))
             if known is None:
                 self._segments.put(key, b"".join(parts[first:]))
+        if kept[0]:
+            self._keep_beginning(owner, text, kept[0], b"".join(parts[1 : kept[1]]))
         return Encoded(b"".join([*parts, after]), count + len(after) // TOKEN_BYTES)
 
     def _segments_of(self, text: str) -> Iterator[str]:
