@@ -1,7 +1,7 @@
 """Turning autoscaling on leaves the running pods alone: their number is read from the live object (Helm's `lookup`).
 
 A small API server stands in for the cluster, so that what Helm asks and what it renders from the answer are seen
-without one; tests/cluster/test_turning_autoscaling_on.py changes a real one.
+without one; tests/cluster/test_changes.py changes a real one.
 """
 
 from __future__ import annotations

@@ -190,8 +190,8 @@ class ConnectorConfig(ConnectorSettings, frozen=True):
     node_tier: NodeTierConfig | None = None  # None: the CPU tier belongs to the engine
 
     def why_stored_early(self) -> str | None:
-        """Why a chunk is stored when it was computed; None: it may be stored when it is about to leave the device, once
-        the CPU tier is full."""
+        """Return why a chunk is stored when it was computed; None if it may be stored when it is about to leave the
+        device, once the CPU tier is full."""
         if self.storing == "eager":
             return "it is asked for"
         if self.eviction_policy != "lru":

@@ -75,7 +75,7 @@ class DeviceCopyError(SpillwayError):
 
 
 class CorruptReason(StrEnum):
-    """Why a frame is not the requested one."""
+    """Reasons for which a frame is not the requested one."""
 
     SHORT = "short"  # fewer bytes than a header, or than the header announces
     MAGIC = "magic"
@@ -90,7 +90,7 @@ class CorruptReason(StrEnum):
 
 
 class RefusedReason(StrEnum):
-    """Why a store that answered did not do the work."""
+    """Reasons for which a store that answered did not do the work."""
 
     READ_ONLY = "read_only"  # EROFS, READONLY
     NO_SPACE = "no_space"  # ENOSPC, EDQUOT, EFBIG, or no room within max_bytes
@@ -117,7 +117,7 @@ class RefusedReason(StrEnum):
 
 
 class UnreachableReason(StrEnum):
-    """Why a store gave no answer."""
+    """Reasons for which a store gave no answer."""
 
     CONNECT = "connect"
     DISCONNECTED = "disconnected"

@@ -327,7 +327,7 @@ def _foreign(status: os.stat_result, links: int) -> str | None:
 
 
 def _untrusted(status: os.stat_result, root: str) -> str | None:
-    """Why no engine may write to a file: whose it is, and who else may write to it. Raises OSError."""
+    """Return why no engine may write to a file: who owns it, and who else may write to it. Raises OSError."""
     owner, shown = _MADE_HERE.get(status.st_dev, (os.geteuid(), 0))
     if status.st_uid not in (0, os.geteuid(), owner) and status.st_uid != os.stat(root or "/").st_uid:
         return f"a file of user {status.st_uid}, and this process is user {os.geteuid()}"

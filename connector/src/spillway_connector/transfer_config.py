@@ -1,4 +1,4 @@
-"""How vLLM finds the connector: its configuration for who starts an engine. Needs no vLLM."""
+"""The configuration by which vLLM finds the connector, for who starts an engine. Needs no vLLM."""
 
 from __future__ import annotations
 

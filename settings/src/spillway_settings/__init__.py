@@ -1,1 +1,1 @@
-"""How every part of Spillway reads its settings: typed structs whose refusals name the setting, and sizes."""
+"""Settings of every part of Spillway: typed structs whose refusals name the setting, and sizes."""

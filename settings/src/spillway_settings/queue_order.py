@@ -1,5 +1,5 @@
-"""Which waiting request is admitted next: the one with the most tokens at hand, within a bound on overtaking. The rule
-of an engine's queue and of the gateway's.
+"""Choice of the waiting request that is admitted next: the one with the most tokens at hand, within a bound on
+overtaking. The rule of an engine's queue and of the gateway's.
 
 In a closed loop least-recently-used evicts what a request that waits is about to use, while others that find less
 compute before it. What a request has at hand is what it may lose by waiting. If none has any, the order is that of

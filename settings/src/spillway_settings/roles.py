@@ -1,4 +1,4 @@
-"""Which part of requests an engine takes, and which engines can serve a model together."""
+"""Roles of engines: the part of requests that each takes, and engines that can serve a model together."""
 
 from __future__ import annotations
 

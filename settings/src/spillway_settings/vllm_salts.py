@@ -1,4 +1,4 @@
-"""Which versions of vLLM hash a request's cache salt, and which setting of older ones drops it."""
+"""Versions of vLLM that hash a request's cache salt, and the setting of older ones that drops it."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def batch_refusal(probe: Probe) -> tuple[str, str]:
 
 
 def batch_lengths(probe: Probe) -> tuple[str, str]:
-    """How many descriptors one call takes, and how long the submitting thread is held."""
+    """Measure how many descriptors one call takes, and how long the submitting thread is held."""
     stream, answers = probe.acl.create_stream(), []
     try:
         for length in _BATCH_LENGTHS:

@@ -136,7 +136,7 @@ class StreamCopier(abc.ABC):
         """Block for at most `check_seconds`. False when the event is not complete, or its state is unknown."""
 
     def _stream_failure(self, stream: int) -> DeviceCopyError | None:
-        """Why a task of the stream has failed, for runtimes whose events do not report it."""
+        """Return why a task of the stream has failed, for runtimes whose events do not report it."""
         return None
 
     def _is_captured(self, stream: int) -> bool:
@@ -323,7 +323,7 @@ class StreamCopier(abc.ABC):
         self._job_ended(job)
 
     def _trouble(self, oldest: StreamJob, suspect: bool) -> DeviceCopyError | None:
-        """Why the oldest job will never end; None while it may."""
+        """Return why the oldest job will never end; None while it may."""
         now = self._clock()
         waited = now - max(oldest.submitted_at, self._last_end)
         if waited > self._limits.job_seconds:

@@ -1,4 +1,4 @@
-"""Which generation of vLLM's offloading interfaces this vLLM has; chosen by feature, never by its version string.
+"""The generation of vLLM's offloading interfaces that this vLLM has; chosen by feature, never by its version string.
 
 Each generation has a room of its own beside this module, which holds all that touches that generation's classes and a
 `seams.py` with what it relies on. Nothing else depends on the version of vLLM.

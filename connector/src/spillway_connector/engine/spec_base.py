@@ -287,7 +287,7 @@ class SpecBase(OffloadingSpec):
         return tier
 
     def note_layout(self, layout: Mapping[str, Any]) -> None:
-        """How a worker's caches lie in memory; called before they are registered."""
+        """Note how a worker's caches lie in memory; called before they are registered."""
         self._registered_layout = layout
 
     def _open_worker(self, kv_caches: CanonicalKVCaches, rank: int) -> tuple[CopyLayout, OpenTransport]:

@@ -174,7 +174,8 @@ class NodeRegion:
             unlink_own(path, _FILE_DEPTH, missing_ok=True)
 
     def _read_head(self) -> bytes | None:
-        """How the index begins; "" if it or the rows have another size than they need. None: there is no region."""
+        """Return how the index begins; "" if it or the rows have another size than they need; None if there is no
+        region."""
         try:
             descriptor = open_own(self._index_path, os.O_RDWR, _FILE_DEPTH)
         except FileNotFoundError:

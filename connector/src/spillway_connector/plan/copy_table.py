@@ -1,4 +1,4 @@
-"""Which path copies pieces of which size between a CUDA device and the host: a measured table, not a rule.
+"""Choice of the path that copies pieces of one size between a CUDA device and the host: a measured table, not a rule.
 
     loop    one call for each piece
     batch   one call for thousands of pieces (cuMemcpyBatchAsync, from CUDA 12.8)

@@ -46,7 +46,7 @@ class ForeignRows:
 
     @property
     def floor_rows(self) -> int:
-        """How many rows each namespace keeps: an equal part of them if the floors exceed the whole."""
+        """Number of rows that each namespace keeps: an equal part of them if the floors exceed the whole."""
         namespaces = len(self._rows.keys() | {self._own})
         return min(int(self._floor_share * self._num_rows), self._num_rows // namespaces)
 

@@ -1,4 +1,4 @@
-"""How many bytes a chunk takes, and how many chunks a budget holds.
+"""Sizes: the bytes that a chunk takes, and the chunks that a budget holds.
 
 A chunk is the unit of offload: `blocks_per_chunk` device blocks of every rank of the replica. In the CPU tier it
 is one row, |rank 0|rank 1|...|padding|, padded to a page so that direct I/O can read and write it in place. Where all

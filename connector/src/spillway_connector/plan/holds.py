@@ -1,4 +1,4 @@
-"""Which chunks clients asked to keep, and until when: what leaves a tier last, within each tenant's share.
+"""Chunks that clients asked to keep, and until when: they leave a tier last, within each tenant's share.
 
 - A chunk is held until its time has passed; each request that asks for it again renews it.
 - A tenant holds its share of the tier at most. Beyond it, what has expired is given up first, then what was renewed
@@ -27,7 +27,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class RetentionMark(NamedTuple):
-    """How long a prompt is kept, from its first token up to token number `tokens`; None: all of it."""
+    """Time for which a prompt is kept, from its first token up to token number `tokens`; None: all of it."""
 
     tokens: int | None
     seconds: float

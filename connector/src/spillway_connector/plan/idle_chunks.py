@@ -1,4 +1,4 @@
-"""Which chunks of a shared tier have not been used for a while, of those that this engine stored or loaded.
+"""Chunks of a shared tier that have not been used for a while, of those that this engine stored or loaded.
 
 A full tier evicts roughly the least recently used chunks, and it cannot be asked which these are. So the order of use
 is kept here. A request uses its chunks from the first one on; so the chunk that was idle for longest is the beginning

@@ -1,4 +1,4 @@
-"""How many chunks of each KV group a prompt takes in a tier, and how many of them a load reads. Pure.
+"""Numbers of chunks of each KV group: those that a prompt takes in a tier, and those that a load reads. Pure.
 
 vLLM puts layers into KV groups that have blocks of their own, and a tier stores each block of a group by itself, in a
 row as large as the largest group's. A group has full attention, a sliding window or recurrent states:
@@ -30,8 +30,8 @@ def last_end_tokens(prompt_tokens: int, whole_chunk_tokens: int, *, rewinds: boo
 
 
 def chunks_before_end(window_tokens: int, chunk_tokens: int) -> int:
-    """How many chunks of a window are read at most for a prefix: one more than the window has is read for a draft's
-    layers, and if a prefix ends within a chunk."""
+    """Return how many chunks of a window are read at most for a prefix: one more than the window has is read for a
+    draft's layers, and if a prefix ends within a chunk."""
     return -(-window_tokens // chunk_tokens) + 1
 
 
@@ -106,7 +106,8 @@ def read_chunks(groups: Sequence[KvGroup], tokens: int) -> list[int]:
 
 
 def whole_groups(groups: Sequence[KvGroup]) -> int:
-    """How many groups each further token of a prompt adds to a load: of windows and states it reads the last ones."""
+    """Number of groups that each further token of a prompt adds to a load: of windows and states it reads the last
+    ones."""
     return sum(not group.window_tokens and not group.has_states for group in groups) or len(groups)
 
 

@@ -23,7 +23,8 @@ _LOOK_STEPS_MAX = 16  # between two looks at the head, for blocks that have left
 
 
 class LeavingWindow:
-    """How many blocks from the head of the free queue are about to be given up, and when to look at them again."""
+    """The blocks from the head of the free queue that are about to be given up: how many they are, and when to look at
+    them again."""
 
     def __init__(self, blocks_per_step: int, blocks_max: float = math.inf) -> None:
         """blocks_per_step: that one step computes at most; the least that is kept ready for one. blocks_max: how many
@@ -43,7 +44,7 @@ class LeavingWindow:
 
     @property
     def blocks(self) -> int:
-        """How many blocks to look at: those of a step and a half, so that not every step has to look; as many again,
+        """Number of blocks to look at: those of a step and a half, so that not every step has to look; as many again,
         because copies take time while requests are admitted; and as many as were lost."""
         next_step = self.next_step_blocks
         steps = max(_STEPS_LEAST * next_step, min(_STEPS_MOST * next_step, self._blocks_max))

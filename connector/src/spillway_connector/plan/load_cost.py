@@ -21,7 +21,7 @@ _PREFILL_TOKENS_MIN = 128  # a step with fewer mostly decodes: no measure of the
 
 @dataclass(frozen=True, slots=True)
 class LoadPolicy:
-    """How the two rates are compared; the values are engineering choices, not measurements."""
+    """The comparison of the two rates; its values are engineering choices, not measurements."""
 
     margin: float = 0.9  # load while it takes at most this share of the recomputation's time
     half_life_seconds: float = 10.0  # of a measurement: the rates of links and machines vary

@@ -64,5 +64,5 @@ def step_tokens_max(distance: int, chunk_tokens: int, rates: Rates) -> int:
 
 
 def job_chunks_max(rates: Rates) -> int:
-    """How many chunks one job may load."""
+    """Return how many chunks one job may load."""
     return max(1, int(JOB_SECONDS * rates.loaded))

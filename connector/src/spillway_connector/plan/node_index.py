@@ -115,7 +115,7 @@ class NodeIndex:
 
     @staticmethod
     def explain_header(head: bytes, num_rows: int, row_bytes: int) -> str | None:
-        """Why an index that begins so is not one of these rows, as half a sentence; None if it is."""
+        """Return why an index that begins like this is not one of these rows, as half a sentence; None if it is."""
         words = np.frombuffer(head[: 4 * 8], np.uint64).tolist() if len(head) >= 4 * 8 else [0]
         if words[0] != _MAGIC:
             return "it was never finished"
@@ -127,7 +127,7 @@ class NodeIndex:
 
     @staticmethod
     def rows_in(head: bytes, row_bytes: int) -> int | None:
-        """How many rows of this size an index of this version that begins so has; None if it is another."""
+        """Count the rows of this size in an index of this version that begins like this; None if it is another."""
         words = np.frombuffer(head[: 4 * 8], np.uint64).tolist() if len(head) >= 4 * 8 else [0]
         return words[2] if words[:2] == [_MAGIC, VERSION] and words[3] == row_bytes else None
 
@@ -379,7 +379,7 @@ class NodeIndex:
         return bool(self._engines[self._engines[:, 0] != 0, 1].any())
 
     def engines(self) -> int:
-        """How many engines have a place."""
+        """Number of engines that have a place."""
         return len(self.numbers())
 
     def numbers(self) -> frozenset[int]:

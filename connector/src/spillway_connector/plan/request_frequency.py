@@ -1,4 +1,4 @@
-"""How often chunks were requested lately, in half a megabyte: the admission filter of a tier under pressure.
+"""Frequency of recent requests for chunks, in half a megabyte: the admission filter of a tier under pressure.
 
 A count-min sketch (Cormode and Muthukrishnan, 2005) with conservative update (Estan and Varghese, 2002): four rows of
 counters that saturate at 15. A key's estimate is the least of its four counters, so collisions can only make it too

@@ -1,4 +1,4 @@
-"""Which chunk leaves a tier if sessions say when they come back: the one whose session comes back last.
+"""Choice of the chunk that leaves a tier if sessions say when they come back: the one whose session comes back last.
 
 A session's chunks are idle between its requests and are then all read at once. LRU evicts the session that has waited
 longest, which is often the next to come back; if the sessions need more than the tier has, it evicts each just

@@ -34,7 +34,7 @@ def load_within_step(
 
 
 def whole_blocks_before_last_token(computed: int, loadable: int, total: int, block_tokens: int) -> int:
-    """How many of `loadable` tokens behind `computed` a step can load and go on behind.
+    """Count the tokens, of `loadable` ones behind `computed`, that a step can load and go on behind.
 
     It computes at least the last token, and writes to no block that is being loaded.
     """

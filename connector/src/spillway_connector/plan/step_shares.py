@@ -107,7 +107,7 @@ class _Attained(Generic[_Key]):
 
 
 class _FloodSteps:
-    """How many of a flood's tokens a step computes, by what such steps take.
+    """Number of a flood's tokens that a step computes, by what such steps take.
 
     The time between two plans is that of one of the two steps before them, since one may be under way while the next
     one is planned. So it counts if those two were alike and neither plan was held.

@@ -1,4 +1,4 @@
-"""Which chunks leave a tier last: those that waiting requests are about to use.
+"""Chunks that leave a tier last: those that waiting requests are about to use.
 
 A chunk that was used long ago is the next that LRU evicts, and in a closed loop its session's next request is already
 in the queue. So the chunks of requests that wait are kept while others can leave:
@@ -110,7 +110,7 @@ class WaitingChunks(Generic[_Key]):
 
     @property
     def kept_count(self) -> int:
-        """How many chunks are kept, of the requests that were looked at: a figure to report in each step."""
+        """Number of chunks that are kept, of the requests that were looked at: a figure to report in each step."""
         return len(self._users)
 
     def begin(self, request: str, tenant: bytes, turn: Turn, keys: Sequence[_Key], now: float) -> None:
@@ -310,7 +310,7 @@ def _remove(ordered: list[_Waiting[_Key]], waiting: _Waiting[_Key]) -> None:
 
 
 def leading_count(count: int, is_held: Callable[[int], bool]) -> int:
-    """How many of `count` chunks of a prefix are held, from the first on, by a few questions.
+    """Count the chunks of a prefix that are held, of `count` and from the first on, by a few questions.
 
     The end of a prefix leaves every tier before its beginning. If one has holes, the answer is a guess.
     """

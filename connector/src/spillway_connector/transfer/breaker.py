@@ -21,7 +21,7 @@ class BreakerState(Enum):
 
 
 def rest_seconds(policy: BreakerPolicy, failed_probes: int) -> float:
-    """How long the breaker stays open after this number of failed probes in a row: exponential backoff."""
+    """Return how long the breaker stays open after this number of failed probes in a row: exponential backoff."""
     # The exponent is capped so that weeks of failed probes do not overflow a float.
     return min(policy.longest_rest_seconds, policy.first_rest_seconds * 2.0 ** min(failed_probes, 60))
 

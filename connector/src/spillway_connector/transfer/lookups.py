@@ -72,7 +72,7 @@ class _Page:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """How long one request may still wait for answers, over all its lookups."""
+    """Time for which one request may still wait for answers, over all its lookups."""
 
     request_id: str
     left_seconds: float

@@ -82,7 +82,7 @@ class OpenJobs:
         return job
 
     def room(self, operation: Operation, limit_bytes: int, wanted: int) -> int:
-        """How many of ``wanted`` chunks the limit admits beside those under way."""
+        """Return how many of ``wanted`` chunks the limit admits beside those under way."""
         payload_bytes = self._payload_bytes
         # Jobs count in full until they end; settled items are subtracted only when room is short.
         if self.queued_bytes[operation] + wanted * payload_bytes <= limit_bytes:

@@ -42,7 +42,8 @@ class LookupOutcome(Enum):
 
 
 class MissReason(StrEnum):
-    """Why a requested chunk was not loaded from a shared tier. Only the first such chunk of a prefix counts."""
+    """Reasons for which a requested chunk was not loaded from a shared tier. Only the first such chunk of a prefix
+    counts."""
 
     ABSENT = "absent"  # the tier answered that it does not hold it
     LOOKUP_DEADLINE = "lookup_deadline"
@@ -59,7 +60,7 @@ class MissReason(StrEnum):
 
 
 class SkipReason(StrEnum):
-    """Why a chunk was not handed to the tier although nothing failed."""
+    """Reasons for which a chunk was not handed to the tier although nothing failed."""
 
     PRESENT = "present"  # there already, or on its way
     PENDING = "pending"  # another engine is writing it; whether it will be there is not known
@@ -78,7 +79,7 @@ MISS_OF_OUTCOME = {
 
 
 def miss_of_error(error: TierError) -> MissReason:
-    """Why a load that failed with `error` gave no chunk."""
+    """Return why a load that failed with `error` gave no chunk."""
     if isinstance(error, TierMiss):
         return MissReason.GONE
     if isinstance(error, TierCorrupt):

@@ -139,7 +139,7 @@ class Admission:
 
     @property
     def requests_per_engine_max(self) -> int:
-        """How many requests an engine has room for."""
+        """Number of requests that an engine has room for."""
         return self._config.requests_per_engine_max
 
     async def enter(

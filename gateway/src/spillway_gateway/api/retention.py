@@ -1,4 +1,4 @@
-"""How long clients ask for their prompt's KV to be kept, as OpenAI's and Anthropic's APIs write it.
+"""Time for which clients ask for their prompt's KV to be kept, as OpenAI's and Anthropic's APIs write it.
 
 - OpenAI, Chat Completions and Responses: `prompt_cache_retention` (`24h`; `in_memory` asks for nothing) and
   `prompt_cache_options.ttl` (`30m`), for the whole prompt.

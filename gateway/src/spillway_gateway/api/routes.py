@@ -26,7 +26,7 @@ from spillway_settings.vllm_salts import OLDEST, SALTS_ALL, Version
 
 
 class Salting(Enum):
-    """How a tenant's cache salt enters the engine's block hashes."""
+    """Ways in which a tenant's cache salt enters the engine's block hashes."""
 
     FIELD = auto()  # the body's cache_salt
     NEEDLESS = auto()  # nothing is computed, so nothing is cached
@@ -61,7 +61,7 @@ class ApiRoute:
     two_legs: bool = False
 
     def salting_of(self, parsed: ParsedBody, vllm: Version, tokens_max: int | None) -> Salting:
-        """How one request is salted by engines of this vLLM or newer, which take prompts of up to `tokens_max`."""
+        """Return how engines of this vLLM or newer, which take prompts of up to `tokens_max`, salt one request."""
         if self.salting is not Salting.FIELD or vllm >= SALTS_ALL:
             return self.salting
         # Second turns after a tool of the engine's own, and embeddings of inputs that are computed in pieces.

@@ -24,7 +24,7 @@ _ID_BYTES = 8
 
 
 class SessionSources:
-    """Which headers and members of the body may name a session, and how long a name may be."""
+    """Headers and members of the body that may name a session, and the length that a name may have."""
 
     def __init__(self, sources: Sequence[str], name_bytes_max: int) -> None:
         self._name_bytes_max = name_bytes_max

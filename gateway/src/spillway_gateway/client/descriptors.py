@@ -15,7 +15,7 @@ UNLIMITED = 2**31
 
 @dataclass(frozen=True, slots=True)
 class DescriptorShares:
-    """How many connections clients and requests to engines may have open."""
+    """Numbers of connections that clients and requests to engines may have open."""
 
     clients: int
     upstream: int

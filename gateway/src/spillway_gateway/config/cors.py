@@ -1,4 +1,4 @@
-"""Which web pages may read answers in a browser: CORS."""
+"""Web pages that may read answers in a browser: CORS."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class ModelConfig(CamelSection, frozen=True):
 
 
 class TimeoutsConfig(values.Timeouts, frozen=True):
-    """How long the gateway waits; docs/gateway.md has what each bounds."""
+    """Times that the gateway waits; docs/gateway.md says what each bounds."""
 
 
 class HealthConfig(values.Health, frozen=True):

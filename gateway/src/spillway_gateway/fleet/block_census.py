@@ -1,4 +1,5 @@
-"""How many blocks would be lost with each pod: those that no other pod holds and that no other pod could load.
+"""Count of the blocks that would be lost with each pod: those that no other pod holds and that no other pod could
+load.
 
 A pass over the table in short steps. Keys are hashes, so of a large table every n-th shard is counted and stands for
 the others.

@@ -171,7 +171,7 @@ class Engine:
 
     @property
     def reason(self) -> str:
-        """Why it takes requests or does not."""
+        """Reason for which it takes requests or does not."""
         return self.withheld or self.answer
 
     def withhold(self, why: str | None, *, terminating: bool = False) -> None:
@@ -197,8 +197,9 @@ class Engine:
         self._notify()
 
     def may_return_for(self, seconds: float) -> float:
-        """How much longer an engine that was lost is expected back: `seconds` from then on, unless it was to end. A
-        network that takes nothing for a moment, as while its policies change, looks like an engine that is gone."""
+        """Return how much longer an engine that was lost is expected back: `seconds` from then on, unless it was to
+        end. A network that takes nothing for a moment, as while its policies change, looks like an engine that is
+        gone."""
         if self.state is not EngineState.DOWN or self.withheld is not None or self.was_to_end:
             return 0.0
         return max(0.0, self._lost_at + seconds - self._clock())
@@ -386,7 +387,8 @@ class Engine:
 
 
 def may_return_for(engines: Collection[Engine], seconds: float) -> float:
-    """How much longer one of a model's engines is expected back, if none takes requests; see Engine.may_return_for."""
+    """Return how much longer one of a model's engines is expected back, if none takes requests; see
+    Engine.may_return_for."""
     if any(engine.routable for engine in engines):
         return 0.0
     return max((engine.may_return_for(seconds) for engine in engines), default=0.0)

@@ -56,7 +56,7 @@ class RequestMeans:
 
     @property
     def cached_share(self) -> float:
-        """Which share of the prompt tokens of requests was expected in any tier; 0 to 1."""
+        """Share of the prompt tokens of requests that was expected in any tier; 0 to 1."""
         cached_tokens = self._device_tokens + self._loaded_tokens
         return cached_tokens / (cached_tokens + self.uncached_tokens) if cached_tokens else 0.0
 

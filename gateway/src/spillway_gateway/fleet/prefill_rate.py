@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts, in tokens per second: as it reports, else as replies show.
+"""Rate at which an engine computes prompts, in tokens per second: as it reports, else as replies show.
 
 A gateway sees only the time to the first byte, which includes HTTP, tokenising, other requests' decoding and loads.
 These only make a sample slower, so the upper quartile is a better estimate than the mean. Small prompts measure fixed

@@ -1,4 +1,4 @@
-"""Which engine holds which block in which tier, by the gateway's own request keys.
+"""The prefix index: which engine holds which block in which tier, by the gateway's own request keys.
 
 Two keys per block. The engine key comes with the events, belongs to one engine, and serves only to apply removals,
 parents and tier moves. The request key is the gateway's chained hash over the tokens (routing/prefix.py), equal for all
@@ -122,7 +122,7 @@ class PrefixIndex:
         return len(self._stores)
 
     def shared_reach_of(self, engine_name: str) -> SharedReach:
-        """How many blocks an engine can load from stores, by their type."""
+        """Count the blocks that an engine can load from stores, by their type."""
         return self._stores.reach_of(engine_name)
 
     def stores_of(self, engine_name: str) -> frozenset[str]:
@@ -452,7 +452,7 @@ class PrefixIndex:
         return blocks_held_alone(self._held.table, slots, self._store_readers())
 
     def in_a_store(self, keys: Sequence[int]) -> int:
-        """How many of a prompt's blocks, from its first one on, lie in stores of shared tiers that any engine loads
+        """Count a prompt's blocks, from its first one on, that lie in stores of shared tiers that any engine loads
         from."""
         stores = 0
         for bit, _, what in self._store_readers():
@@ -465,8 +465,8 @@ class PrefixIndex:
         return len(keys)
 
     def match(self, keys: Sequence[int], tokens_per_block: int) -> dict[str, HeldPrefix]:
-        """How much of a prompt each engine holds, or loads from shared tiers that it does not decline; engines that
-        hold nothing are absent. Does not count as use of the blocks: accepted() on the chosen engine does."""
+        """Return how much of a prompt each engine holds, or loads from shared tiers that it does not decline; engines
+        that hold nothing are absent. This does not count as use of the blocks: accepted() on the chosen engine does."""
         devices = self._sizes.devices(tokens_per_block)
         device_blocks, shared_blocks, below_blocks, total_blocks = match_blocks(
             self._shards,

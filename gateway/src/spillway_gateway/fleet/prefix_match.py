@@ -1,4 +1,4 @@
-"""How far a prompt's blocks are held, for all engines in one pass over its keys. Pure.
+"""Match of a prompt's blocks with what is held, for all engines in one pass over its keys. Pure.
 
 Each engine reads a prefix as vLLM does: the longest start on its device first, then onwards through its CPU tier and
 the shared tier. A block of a store counts for the engines that load from it; if the store is the CPU tier of their

@@ -1,4 +1,4 @@
-"""Which engine served each session last: bounded, least recently used first out, and apart for each tenant.
+"""The engine that served each session last: bounded, least recently used first out, and apart for each tenant.
 
 A session is what a client names (spillway_settings.session_sources). Names are kept as hashes: two names of one
 tenant that share a hash share an engine, which costs time at most.

@@ -24,7 +24,7 @@ UNUSED_SECONDS = 3600.0  # without any engine, after which what is known of a st
 
 
 class SharedReach(NamedTuple):
-    """How many blocks are known to lie in the stores of shared tiers that an engine loads from, by their type.
+    """Numbers of blocks known to lie in the stores of shared tiers that an engine loads from, by their type.
     node_blocks: in the CPU tier of its node; None if it shares none."""
 
     blocks: dict[str, int]

@@ -1,4 +1,4 @@
-"""Which engine stores which response: for GET /v1/responses/{id}, its cancel, and requests that continue one.
+"""The engine that stores each response: for GET /v1/responses/{id}, its cancel, and requests that continue one.
 
 The store is in the engine's process, so such a request can only go to the engine that made the response. An id that
 this gateway has not seen, or that another tenant owns, is not found: otherwise one tenant could read another's text.

@@ -20,7 +20,7 @@ class Serving(Protocol):
     def processes(self) -> Processes: ...
 
     def not_serving(self) -> str | None:
-        """Why no process accepts clients yet; None: at least one does. May be called in any thread."""
+        """Return why no process accepts clients yet; None if at least one does. Any thread may call this."""
 
     async def exposition(self) -> bytes:
         """The metrics of all of them."""

@@ -1,4 +1,4 @@
-"""How a proxy sends bodies: Envoy's processing modes, as the first message of a call names them. Pure.
+"""Ways in which a proxy sends bodies: Envoy's processing modes, as the first message of a call names them. Pure.
 
 In FULL_DUPLEX_STREAMED, which the Inference Extension prescribes, the proxy hands bodies over as they come. In BUFFERED
 (requests) and STREAMED (replies) it keeps them until they are answered, so if the picker dies it still has them.
@@ -23,7 +23,7 @@ class UnusableModes(GatewayError):
 
 
 class BodyModes(NamedTuple):
-    """Which bodies the proxy keeps: the request's, which comes whole; the reply's, of which it wants an answer to each
+    """Bodies that the proxy keeps: the request's, which comes whole; the reply's, of which it wants an answer to each
     chunk."""
 
     keeps_request: bool = False

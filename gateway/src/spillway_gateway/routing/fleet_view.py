@@ -25,7 +25,7 @@ class TierLabel(StrEnum):
 
 
 class HeldPrefix(msgspec.Struct, frozen=True, gc=False):
-    """How many tokens of this prompt an engine would find, in the order in which the engine looks."""
+    """Tokens of this prompt that an engine would find, in the order in which the engine looks."""
 
     device_tokens: int = 0
     cpu_tokens: int = 0

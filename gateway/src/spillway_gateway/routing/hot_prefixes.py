@@ -1,4 +1,4 @@
-"""Which beginnings of prompts many requests share, lately, and their tokens. Pure but for its own bounded state.
+"""Beginnings of prompts that many requests shared lately, and their tokens. Pure but for its own bounded state.
 
 Requests are counted at some depths of their prompts, a quarter further each, so a prompt of any length costs some forty
 look-ups at most. If more than COUNTED_PER_SECOND come in a second, one in DRAWN_OF of the others is drawn and counts

@@ -31,7 +31,7 @@ from spillway_settings.wire import names_a_node
 
 
 class LegsReason(StrEnum):
-    """Why a request took one leg or two. Values of the metric's label."""
+    """Reasons for which a request took one leg or two. Values of the metric's label."""
 
     # Two legs.
     PRICE = "price"  # of one leg too, if that was no dearer

@@ -21,7 +21,7 @@ TIE_MS = 1.0  # differences below are noise of the estimate
 
 
 class RouteReason(StrEnum):
-    """Why an engine was chosen. Value of the header x-spillway-route and of the metric's label."""
+    """Reasons for which an engine was chosen. Value of the header x-spillway-route and of the metric's label."""
 
     ONLY = "only"  # no other engine could take it
     PREFIX = "prefix"  # cheapest because it holds the longest prefix

@@ -140,7 +140,7 @@ async def _has_one(body: Body, names: Sequence[str]) -> bool:
 async def why_one_leg(
     fleet: ModelFleet, prompt: PromptBlocks, body: Body, *, known: bool, single: bool, choices: int, proxied: bool
 ) -> LegsReason | None:
-    """Why a request takes one leg, whatever the engines; None: it may take two.
+    """Return why a request takes one leg, whatever the engines; None if it may take two.
 
     Args:
         fleet: the engines of its model.

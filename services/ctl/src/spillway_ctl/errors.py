@@ -1,4 +1,4 @@
-"""Why the command refuses: the message alone is printed, and the exit status is 2."""
+"""Refusals of the command: the message alone is printed, and the exit status is 2."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def _settings(engine: EngineReading) -> Iterator[Finding]:
 
 
 def _patches(engine: EngineReading) -> Finding:
-    """Which functions of vLLM its processes have replaced: docs/versions.md says what each does."""
+    """List the functions of vLLM that its processes have replaced: docs/versions.md says what each does."""
     held = engine.held("vllm_patches")
     if not held:
         return Finding("patches of vLLM", engine.name, Verdict.NOT_CHECKED, NO_REPORT)

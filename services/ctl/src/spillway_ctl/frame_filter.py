@@ -1,4 +1,4 @@
-"""Which frames a command is about. Pure."""
+"""Choice of the frames that a command is about. Pure."""
 
 from __future__ import annotations
 

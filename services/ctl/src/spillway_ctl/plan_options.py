@@ -98,7 +98,7 @@ def rates_of(given: argparse.Namespace) -> Rates:
 
 
 def apart_of(given: argparse.Namespace, engines: Sequence[PlannedEngines]) -> Apart | None:
-    """How many engines of each role the given trace needs; None: no trace is given. Raises CommandError."""
+    """Compute how many engines of each role the given trace needs; None if no trace is given. Raises CommandError."""
     if given.trace is None:
         return None
     known = (group.prefill_tokens_per_second for group in engines)

@@ -1,4 +1,4 @@
-"""How many prefill and how many decode engines a trace needs, by measured rates of one engine of each. Pure.
+"""Numbers of prefill and decode engines that a trace needs, by measured rates of one engine of each. Pure.
 
 A trace has one JSON object a line, as Mooncake's have: `timestamp` in milliseconds, `input_length` and `output_length`
 in tokens, and `hash_ids` of the prompt's blocks. What an earlier prompt began with counts as cached, so that a prefill

@@ -65,7 +65,7 @@ class Store(Protocol):
         ...
 
     def share_walked(self) -> float | None:
-        """How much of the latest walk is done, 0 to 1; None: unknown."""
+        """Share of the latest walk that is done, 0 to 1; None: unknown."""
         ...
 
     def verify(self, frame: StoredFrame, check_payload: CheckPayload | None = None) -> Damage | None:

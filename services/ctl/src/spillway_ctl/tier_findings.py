@@ -21,7 +21,7 @@ def shared_tiers(engine: EngineReading, window_seconds: float) -> Iterator[Findi
 
 
 def missed(engines: Sequence[EngineReading]) -> str:
-    """Why chunks did not come from shared tiers within the window: each reason with its meaning."""
+    """Find out why chunks did not come from shared tiers within the window: each reason with its meaning."""
     reasons = sorted({reason for engine in engines for reason in engine.reasons("spillway_tier_misses_total", {})})
     return ", ".join(f"{reason} ({MISSES[reason]})" if reason in MISSES else reason for reason in reasons) or "none"
 

@@ -1,4 +1,4 @@
-"""How fast a shared tier is from here, measured with a few megabytes that no engine sees and that are removed.
+"""Rates of a shared tier from here, measured with a few megabytes that no engine sees and that are removed.
 
 One thread and plain calls: engines with several threads, or direct I/O, are faster. What it finds out is whether the
 store can be written and read at all, and its order of magnitude.

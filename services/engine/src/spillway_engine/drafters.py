@@ -40,7 +40,7 @@ class Drafter:
 
     @property
     def layers(self) -> int:
-        """How many the method has, or the drafter's name lets expect."""
+        """Number of layers that the method has, or that the drafter's name lets expect."""
         named = self.method or self.model.lower()
         return next((layers for kind, layers in _LAYERS if kind.search(named)), 0)
 

@@ -1,4 +1,4 @@
-"""Why an engine ended, in one sentence, from its exit status and the last lines it wrote."""
+"""The reason for an engine's end, in one sentence, from its exit status and the last lines it wrote."""
 
 from __future__ import annotations
 

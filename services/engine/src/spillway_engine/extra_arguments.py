@@ -1,4 +1,4 @@
-"""Which of vLLM's arguments a person may not add: those that Spillway writes itself, and secrets. Pure.
+"""vLLM's arguments that a person may not add: those that Spillway writes itself, and secrets. Pure.
 
 `spillway check` refuses the same ones by this module. How the others are spelt is judged by vLLM's own parser
 (argument_verdicts.py).

@@ -404,8 +404,8 @@ class _Pod:
 
 
 def late_text(leader: tuple[str, int]) -> str:
-    """Why a further pod ends itself. vLLM's leader notices neither the loss of a rank in another pod nor its successor,
-    and the LeaderWorkerSet controller recreates a replica when a container in it starts again."""
+    """Explain why a further pod ends itself. vLLM's leader notices neither the loss of a rank in another pod nor its
+    successor, and the LeaderWorkerSet controller recreates a replica when a container in it starts again."""
     host, port = leader
     return (
         f"the leader, {host}:{port}, serves already, so its ranks have met without this pod: it takes the place of one "

@@ -76,7 +76,7 @@ def server_arguments(settings: EngineSettings, machine: Machine, budget: MemoryB
 
 
 def node_arguments(settings: EngineSettings) -> list[str]:
-    """Which ranks of a replica over several pods are this pod's, and where all meet."""
+    """Say which ranks of a replica over several pods are this pod's, and where all meet."""
     nodes, index, cores = settings.nodes_per_replica, settings.node_rank, settings.cores_here
     if nodes == 1:
         return []

@@ -47,7 +47,7 @@ class BurstPlan:
         self._device, self._host, self._sizes, self._places = _cut_at_slots(device, host, sizes, slot_bytes)
 
     def __len__(self) -> int:
-        """How many pieces, after cutting."""
+        """Number of pieces after cutting."""
         return len(self._sizes)
 
     def __iter__(self) -> Iterator[Burst]:

@@ -1,4 +1,4 @@
-"""Which of the copy table's paths this driver and these settings allow."""
+"""Choice of the copy table's paths that this driver and these settings allow."""
 
 from __future__ import annotations
 

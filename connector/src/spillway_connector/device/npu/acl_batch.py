@@ -1,4 +1,4 @@
-"""Which way descriptors go to the runtime: one batched call, or one call each. The process decides this when it runs,
+"""Submission of descriptors to the runtime: one batched call, or one call each. The process decides this when it runs,
 not when it is built.
 
 vllm-ascend decides when its wheel is built; a wheel built against old headers then never batches, and one built

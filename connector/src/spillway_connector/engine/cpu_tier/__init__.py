@@ -1,1 +1,1 @@
-"""Which chunk is in which row of the CPU tier, and which may be evicted."""
+"""The rows of the CPU tier: which chunk is in which row, and which may be evicted."""

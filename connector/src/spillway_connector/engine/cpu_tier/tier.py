@@ -125,7 +125,7 @@ class CpuTier(OffloadingManager):
         return self._holds.held_of(keys, now)
 
     def take_ended_sessions(self) -> int:
-        """How many sessions have ended since the last call."""
+        """Return the number of sessions that have ended since the last call."""
         return 0
 
     def retire(self, keys: Iterable[OffloadKey]) -> None:

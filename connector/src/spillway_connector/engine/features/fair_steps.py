@@ -69,8 +69,8 @@ class FairSteps(SteeringFeature):
             self._held_seconds = 0.0
 
     def seconds_until_plan(self) -> float:
-        """How long to wait before the next step is planned, although one is under way: other requests may come until
-        then."""
+        """Return how long to wait before the next step is planned, although one is under way: other requests may come
+        until then."""
         if not self._held_seconds:
             return 0.0
         now = self._clock()

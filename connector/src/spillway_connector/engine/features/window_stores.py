@@ -1,4 +1,4 @@
-"""Which chunks of sliding windows and recurrent states are stored: those that a prefix can end with.
+"""Choice of the chunks of sliding windows and recurrent states that are stored: those that a prefix can end with.
 
 To load a prefix, vLLM needs every chunk of full attention, only the last chunks of each window, and one state. So a
 chunk in the middle of a prompt, of which a window has as many as full attention, is read only if a prefix ends soon

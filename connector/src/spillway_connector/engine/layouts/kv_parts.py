@@ -31,7 +31,7 @@ class PlacedKVCaches(CanonicalKVCaches):
     parts_of: dict[str, int] = field(default_factory=dict)  # how many of a group's references a layer has
 
     def segments_of(self, layers: Sequence[str]) -> list[int]:
-        """How many of the group's references each of these layers of one group has."""
+        """Count the group's references that each of these layers of one group has."""
         return [self.parts_of.get(layer, 0) for layer in layers]
 
 
@@ -80,7 +80,7 @@ def layer_parts(layer: str, cache: LayerCache, spec: KVCacheSpec, num_blocks: in
 
 
 def _kernel_blocks(layer: str, views: list[torch.Tensor], spec: AttentionSpec | MambaSpec, num_blocks: int) -> int:
-    """How many entries of the first dimension make one block that vLLM manages."""
+    """Return how many entries of the first dimension make one block that vLLM manages."""
     if isinstance(spec, MambaSpec):
         candidates = [1]
     else:

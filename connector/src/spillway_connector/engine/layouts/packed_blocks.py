@@ -1,4 +1,4 @@
-"""How many bytes of a row a block takes if vLLM packs layers with pages of several sizes into it (DeepSeek V4).
+"""Bytes of a row that a block takes if vLLM packs layers with pages of several sizes into it (DeepSeek V4).
 
 vLLM rounds each page up to what kernels align (37,376 bytes to 37,440, 1,168 to 1,728) and counts blocks by that. A row
 holds the pages without it, so its size follows from each layer's spec. Workers know these; the scheduler's process has

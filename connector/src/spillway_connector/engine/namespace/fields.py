@@ -167,7 +167,8 @@ def loses_blocks(config: KVCacheConfig) -> bool:
 
 
 def _placement(tensor: Any, num_blocks: int) -> Any:
-    """Which layers share the bytes of a KVCacheTensor's block, and how; not what follows from the block count."""
+    """Describe which layers share the bytes of a KVCacheTensor's block, and how; not what follows from the block
+    count."""
     if hasattr(tensor, "shared_by"):
         return list(tensor.shared_by)
     placement = {"layers": list(tensor.layers), "block_stride": tensor.block_stride}

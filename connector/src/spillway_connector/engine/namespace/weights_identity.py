@@ -127,7 +127,7 @@ class _Places:
 
 
 def _place_elsewhere(load_config: Any) -> str | None:
-    """Why the weights come from a place that is not looked at; None if they do not."""
+    """Return why the weights come from a place that is not looked at; None if they do not."""
     if load_config.load_format not in LOCAL_FORMATS:
         return f"load_format {load_config.load_format!r} does not read them from its folder"
     extra = load_config.model_loader_extra_config or {}

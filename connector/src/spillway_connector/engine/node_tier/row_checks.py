@@ -1,4 +1,4 @@
-"""How a rank checks, before each copy and after it, that a row of the node holds the chunk to load."""
+"""Checks of a rank, before each copy and after it, that a row of the node holds the chunk to load."""
 
 from __future__ import annotations
 

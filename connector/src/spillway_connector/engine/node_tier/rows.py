@@ -170,7 +170,7 @@ class NodeRows(NodePicture):
         return evicted
 
     def _spare_rows(self) -> int:
-        """How many rows to reserve beyond those that are needed."""
+        """Return how many rows to reserve beyond those that are needed."""
         return min(_SPARE_ROWS_MAX, self._num_rows // (_SPARE_DIVISOR * max(_SPARE_ENGINES, len(self._engines))))
 
     @override

@@ -1,8 +1,8 @@
 """Replacing functions of vLLM at run time: what a patch says of itself, and the one place that applies it.
 
 A patch changes a function for all engines of this process, so what takes the function's place asks the engine at hand
-for Spillway's connector and otherwise does what vLLM does. `common.py` and the module of a generation beside this one
-list every patch. No other module assigns a function to something of vLLM's;
+for Spillway's connector and otherwise does what vLLM does. `vllm_patches.py` lists every
+patch. No other module assigns a function to something of vLLM's;
 connector/tests/engine/patches/test_patching.py holds that.
 """
 
@@ -24,7 +24,7 @@ _applied: dict[str, Patch] = {}
 
 
 class Needed(Enum):
-    """Which processes need a patch."""
+    """Processes that need a patch."""
 
     ENGINE_CORE = "every EngineCore"
     COMPUTE_WHILE_LOADING = "EngineCore, compute_while_loading: on"

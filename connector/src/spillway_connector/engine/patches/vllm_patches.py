@@ -188,7 +188,7 @@ _WITH_0_23 = "vLLM 0.23 is no longer supported; later versions do it themselves"
 
 
 def _failed_step_loads(room: str) -> Patch:
-    """How a step is taken back differs by generation."""
+    """Make the patch that takes a step back; how that is done differs by generation."""
     return Patch(
         name="failed-step-loads",
         place=_SCHEDULER,

@@ -1,4 +1,4 @@
-"""Which device blocks a step writes to, and how many the next one may take.
+"""Device blocks that a step writes to, and the number that the next one may take.
 
 A store that still reads a block must end before a step writes to that block, and only then.
 Upstream takes all blocks of a request that is new in a step for newly allocated ones, those of a hit in the device's

@@ -88,7 +88,7 @@ def _open_plain_tier(config: TierConfig, namespace: Namespace, payload_bytes: in
 
 
 def _layout_of(config: NvmeTierConfig) -> Mode:
-    """Which of the two layouts; logged, so that an operator can compare it with the disk."""
+    """Choose one of the two layouts; the choice is logged, so that an operator can compare it with the disk."""
     mode: Mode
     folder = Path(config.path)
     if config.mode == "auto":

@@ -1,4 +1,5 @@
-"""How vLLM 0.23 bounds a step and takes a request out of the batch, for prompts that meet their load."""
+"""Control of vLLM 0.23's scheduler: it bounds a step and takes a request out of the batch, for prompts that meet their
+load."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class SpillwayOffloadingSpec(SpecBase):
 
 
 def segments_of_layers(kv_caches: CanonicalKVCaches, config: KVCacheConfig) -> list[int]:
-    """How many of the group's references each of its layers has, in the order of their names."""
+    """Count the group's references that each of its layers has, in the order of their names."""
     (group,) = config.kv_cache_groups
     if isinstance(kv_caches, PlacedKVCaches):
         return kv_caches.segments_of(group.layer_names)

@@ -1,4 +1,5 @@
-"""How vLLM 0.30 and later bound a step and take a request out of the batch, for prompts that meet their load."""
+"""Control of the scheduler of vLLM 0.30 and later: it bounds a step and takes a request out of the batch, for prompts
+that meet their load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transport copies between the device of this process and the CPU tier."""
+"""Choice of the transport that copies between the device of this process and the CPU tier."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def transport_name(transport: OpenTransport) -> str:
 
 
 def copy_path(transport: OpenTransport) -> str:
-    """How the blocks of one job are copied: by `batch`ed calls, in a `loop`, or by the CPU (`none`)."""
+    """Way in which the blocks of one job are copied: by `batch`ed calls, in a `loop`, or by the CPU (`none`)."""
     return "none" if transport.device is None else str(transport.device.path.name)
 
 
 def device_state(transport: OpenTransport | None) -> Samples:
-    """Which way device copies go, and whether the CPU tier is page-locked; nothing on the CPU platform."""
+    """Samples of which way device copies go, and whether the CPU tier is page-locked; nothing on the CPU platform."""
     state = Samples()
     if transport is not None and transport.device is not None:
         path, pin = transport.device.path.name, transport.device.pin

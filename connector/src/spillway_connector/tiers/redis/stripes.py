@@ -1,4 +1,4 @@
-"""How a block becomes one or several Redis values: names and ranges, without I/O.
+"""Division of a block into one or several Redis values: names and ranges, without I/O.
 
 While a single-threaded server transfers a value of 20 MB, its other clients wait, and no eviction can free less than
 all of it. So a block above STRIPE_BYTES_MAX is cut into stripes of nearly equal size, each a frame. The last has the

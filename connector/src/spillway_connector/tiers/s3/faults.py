@@ -87,7 +87,7 @@ def explained(error: Exception, place: str) -> TierError:
 
 
 def _refused(error: Exception, code: str | None, status: int | None, said: str) -> RefusedReason | None:
-    """Why the store refused; None: it gave no answer."""
+    """Return why the store refused; None if it gave no answer."""
     reason = None if code is None else _REASONS.get(code)
     if _IDENTITY.search(said) and reason is not RefusedReason.CREDENTIALS_EXPIRED:
         return RefusedReason.NO_CREDENTIALS

@@ -6,7 +6,7 @@ from spillway_gateway.routing.route import Candidate, Decision, RouteReason
 
 
 def explain(decision: Decision) -> str:
-    """Why this engine, with the numbers that decided."""
+    """Explain the choice of this engine, with the numbers that decided."""
     chosen = _chosen(decision)
     others = [each for each in decision.candidates if each is not chosen]
     held, tokens = decision.held.total_tokens, decision.prompt_tokens

@@ -300,7 +300,7 @@ class SentAnswer:
 
 
 def failure_of(chunk: Chunk) -> str | None:
-    """Why the engine ends an answer that it has not finished: the message of its error event, or an abort."""
+    """Return why the engine ends an answer that it has not finished: the message of its error event, or an abort."""
     if chunk.error is not None:
         return message_in(chunk.error) if is_engines_fault(chunk.error) else None
     if any(choice.finish_reason == "abort" for choice in chunk.choices):

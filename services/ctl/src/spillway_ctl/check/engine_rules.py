@@ -278,7 +278,7 @@ def _kv_transfer(group: Group) -> Iterator[Finding]:
 
 
 def argument_findings(group: Group) -> Iterator[Finding]:
-    """Which of vLLM's arguments may not be added, as the engine service has them."""
+    """Find vLLM's arguments that may not be added, as the engine service has them."""
     names = SettingNames({"host": "listenAddress"}, f"{group.path}.{{path}}")
     arguments = group.engine.extra_args
     yield from findings_of(group.path, refused_arguments(arguments, names, OF_THE_CHART))

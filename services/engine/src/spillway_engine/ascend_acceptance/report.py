@@ -27,7 +27,7 @@ def versions(found: AscendVersions) -> dict[str, str | None]:
 
 
 def reasons(report: Mapping[str, Any]) -> list[str]:
-    """Why an operator should not go on; empty: passed. Speed is no reason."""
+    """Reasons for which an operator should not go on; empty: passed. Speed is no reason."""
     found = [f"probe, {line}" for line in report.get("probe_failed", ())]
     if (failure := report.get("no_offload_failed")) is not None:
         return [*found, f"without offload: {failure}"]

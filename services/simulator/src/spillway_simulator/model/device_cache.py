@@ -37,7 +37,7 @@ class DeviceCache:
         return self.capacity - self.used_blocks
 
     def longest_prefix(self, keys: Sequence[int], limit: int) -> int:
-        """How many of the first `limit` keys are cached without a hole."""
+        """Count the keys, among the first `limit`, that are cached without a hole before them."""
         for position in range(min(limit, len(keys))):
             if keys[position] not in self._references:
                 return position

@@ -1,4 +1,4 @@
-"""How long things take on an engine, and the two sums made of it.
+"""Times that things take on an engine, and the two sums made of them.
 
 A forward pass takes at least `step_seconds` (weights are read once per pass, however few tokens it has), more when its
 prefill tokens need more arithmetic than that, and on top of it what each decoding sequence and its context add. So

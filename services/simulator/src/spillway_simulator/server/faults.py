@@ -103,7 +103,7 @@ class FaultState:
         return self.refuse.status
 
     def death(self) -> DieInStream | None:
-        """How the next reply ends early, counted."""
+        """Return how the next reply ends early, and count it."""
         if self.die is None or self.deaths_left == 0:
             return None
         self.deaths_left -= 1

@@ -15,7 +15,8 @@ encode = msgspec.json.Encoder().encode
 
 
 class Envelope(Protocol):
-    """How one API says what an engine generates. Each method gives whole server-sent events, or a whole body."""
+    """Writer of one API: how it says what an engine generates. Each method gives whole server-sent events, or a whole
+    body."""
 
     @property
     def id(self) -> str: ...

@@ -1,4 +1,5 @@
-"""How full a directory is, and which frames are evicted when room is needed or when they have expired.
+"""The space of a directory: how full it is, and which frames are evicted when room is needed or when they have
+expired.
 
 All processes that share a root keep one ledger in it (ledger.py): the bytes of all frames and partial files. Room
 is taken in the ledger before a file is made, so the sum of all processes stays within the bound; a file is unlinked

@@ -340,7 +340,7 @@ def _frames(
 
 
 def _in_namespaces(halves: npt.NDArray[np.generic], names: dict[bytes, bytes], prefix: str) -> npt.NDArray[np.bool_]:
-    """Which of the half digests are, or may be, of namespaces that begin with ``prefix``."""
+    """Choose the half digests that are, or may be, of namespaces that begin with ``prefix``."""
     wanted = []
     for half in np.unique(halves).tolist():
         low = int(half).to_bytes(8, "little")

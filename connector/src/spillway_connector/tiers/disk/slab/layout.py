@@ -1,4 +1,4 @@
-"""How slab files and their index lie on disk: sizes, names and the index header. Pure arithmetic, no I/O.
+"""Layout of slab files and their index on disk: sizes, names and the index header. Pure arithmetic, no I/O.
 
 A *slot* holds one frame (disk/frame_places.py). Slots of one size form a *size class*; a size
 class's slots live in *chunks*, files of ``slots_per_chunk`` slots each, so slot ``s`` is slot ``s % slots_per_chunk``
@@ -212,7 +212,8 @@ HEADER_FIXED_BYTES = _HEADER.size + 8
 
 
 def chunk_target_bytes(limit_bytes: int) -> int:
-    """How much a size class grows at a time: 1/64 of a small bound, 1 GiB of a large one (a thousand files per TB)."""
+    """Return the bytes by which a size class grows at a time: 1/64 of a small bound, 1 GiB of a large one (a thousand
+    files per TB)."""
     return min(max(limit_bytes // 256, min(limit_bytes // 64, 64 << 20)), 1 << 30)
 
 

@@ -1,4 +1,5 @@
-"""Which entry of a full size class leaves if sessions say when they come back: the policy's order, with changes.
+"""Choice of the entry that leaves a full size class if sessions say when they come back: the policy's order, with
+changes.
 
 As in the CPU tier (plan/retention.py): the size class's policy decides whose turn it is to give up an entry, and a
 session that is expected back only changes which entry of the same tenant that is.

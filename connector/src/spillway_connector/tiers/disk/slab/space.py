@@ -1,4 +1,4 @@
-"""How much of the disk the slabs of one root may take, and which chunk is dropped when another size class needs its
+"""The disk space that the slabs of one root may take, and the chunk that is dropped when another size class needs its
 space."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which processes may hold claims on slots: each has a lease, a locked file in the root.
+"""Processes that may hold claims on slots: each has a lease, a locked file in the root.
 
 The lock is a ``flock``, which the kernel releases when the process ends, so a lease cannot outlive its holder.
 """

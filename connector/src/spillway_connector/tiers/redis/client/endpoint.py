@@ -22,7 +22,7 @@ SECRET_FILE_BYTES_MAX = 64 * 1024
 
 
 class Topology(StrEnum):
-    """How the server of a key is found."""
+    """Ways in which the server of a key is found."""
 
     SERVER = "server"  # there is one
     SENTINEL = "sentinel"  # it is the primary, which the sentinels name
@@ -124,7 +124,7 @@ class RedisEndpoint:
 
     @property
     def place(self) -> bytes:
-        """Which servers these are: the same for every login, with TLS or without, and in any order of the seeds. An
+        """Name of these servers: the same for every login, with TLS or without, and in any order of the seeds. An
         address that means this machine or pod alone is joined by its host name."""
         if self.unix_path is not None:
             return b"\0".join([b"unix", socket.gethostname().encode(), self.unix_path.encode(), b"%d" % self.database])

@@ -1,4 +1,4 @@
-"""Which server has a key: the only one, the primary that sentinels name, or the owner of the key's slot.
+"""The server that has a key: the only one, the primary that sentinels name, or the owner of the key's slot.
 
 redis-py's SentinelConnectionPool follows the primary and asks here which one it is. Its Sentinel has no deadline, so
 that one silent sentinel uses up the time of those after it, and sends SENTINEL MASTERS, which the documented users may
