@@ -65,7 +65,7 @@ def text(draw: random.Random, chars: int, letters: int) -> str:
 
 
 def right_guesses(attacked: Tenant, attacker: Tenant, trials: int, chars: int, letters: int) -> tuple[int, int, int]:
-    """How many guesses are right with one look, and with LOOKS, and how many of the latter there were."""
+    """Count the guesses that are right with one look, and with LOOKS, and how many of the latter there were."""
     draw = random.Random(f"{chars} {letters} {time.time_ns()}")
     one = many = 0
     sooner = []

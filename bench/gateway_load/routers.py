@@ -45,7 +45,7 @@ class CannotInstall(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How to start a router. files: name -> content, written into its folder. key: what callers must send."""
+    """Recipe that starts a router. files: name -> content, written into its folder. key: what callers must send."""
 
     command: list[str]
     files: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Which targets the load may ask now, and which failures a fault explains.
+"""Targets that the load may ask now, and failures that a fault explains.
 
 A fault that ends a process closes its target before it acts and opens it when the successor is ready. A client notes
 the time, then checks the target: a request that found it open and fails is excused only if it was closed while the

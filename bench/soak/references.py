@@ -141,7 +141,7 @@ def _ask_in_every_way(engine: PlainEngine, group: Sequence[Prompt]) -> list[list
 
 
 def _sensitive(engine: PlainEngine, references: Iterable[Reference]) -> int:
-    """How many answers change when one block of the prompt is another: would a wrong block be noticed?"""
+    """Count the answers that change when one block of the prompt is another: would a wrong block be noticed?"""
     changed = 0
     for number, reference in enumerate(references):
         answer = engine.ask(with_foreign_block(reference.prompt, number % reference.prompt.blocks))

@@ -1,4 +1,4 @@
-"""Which fault comes when. Pure: a seed gives one schedule, whatever the machine does meanwhile.
+"""Schedule of faults. Pure: a seed gives one schedule, whatever the machine does meanwhile.
 
 Three lanes run at once, so that an engine may die while the store is sick: `store` disturbs what the engines share,
 `engine` the processes, and `reset` empties the prefix caches of an engine, connector included. Within a lane one fault

@@ -1,4 +1,5 @@
-"""Which room may import which. The table names every room and root module; a new one has to take its place in it."""
+"""Imports between rooms that are allowed. The table names every room and root module; a new one has to take its place
+in it."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_a_block_is_exactly_its_bytes_in_every_view(name: str, caches_of: Any) -
 
 
 def test_a_row_holds_every_part_of_a_block_once(caches_of: Any) -> None:
-    """Which bytes of a row a part takes follows from the specs; parts of one group never overlap."""
+    """The bytes of a row that a part takes follow from the specs; parts of one group never overlap."""
     for model in MODELS.values():
         placed = canonical_kv_caches(caches_of(model), model.config)
         for refs in placed.group_data_refs:

@@ -154,7 +154,7 @@ def test_long_prompts_of_one_tenant_hold_up_no_other_prompt(target: Target) -> N
 
 
 def _missed_turns(target: Target) -> int:
-    """How many prompts were matched by text, as they were not tokenised in time."""
+    """Count the prompts that were matched by text, as they were not tokenised in time."""
     before = target.log().count("was not tokenised within")
     long = {"model": "alias", "prompt": "jumps over the lazy dog, " * 160_000}
     other = {"model": "fake", "prompt": "words of another kind " * 400}

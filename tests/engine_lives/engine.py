@@ -322,7 +322,8 @@ class Engine:
         return cache.view(shape) if SINCE_0_30 else cache
 
     def pace(self, prefill_tokens_per_second: float) -> None:
-        """How fast the engine believes that it computes; a tier of prompts that are computed meanwhile is slower."""
+        """Let the engine believe that it computes at this rate; a tier of prompts that are computed meanwhile is
+        slower."""
         if not self.shape.meetings:
             return
         manager = self._scheduler_half.manager

@@ -33,7 +33,7 @@ def plug_in(folder: Path) -> dict[str, str]:
 
 
 def dummy_batches(folder: Path, rank: int) -> int:
-    """How many a rank has run since its start."""
+    """Count the dummy batches that a rank has run since its start."""
     counted = folder / f"rank-{rank}"
     return counted.stat().st_size if counted.exists() else 0
 

@@ -105,7 +105,7 @@ def _ask(fleet: Fleet, url: str, left: queue.SimpleQueue[Asked]) -> None:
 
 
 def _wrong(fleet: Fleet, one: Asked) -> str | None:
-    """How the answer differs from one whose prompt was computed: under a salt that no other request has."""
+    """Say how the answer differs from one whose prompt was computed, under a salt that no other request has."""
     body = {"model": fleet.model, "prompt": list(one.prompt.tokens), "max_tokens": ANSWER_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "cache_salt": f"legs {one.prompt.name}", **REQUEST}
     response = httpx.post(f"{fleet.stack.engines[0].url}/v1/completions", json=body, timeout=REQUEST_SECONDS)

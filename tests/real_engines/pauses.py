@@ -39,7 +39,7 @@ class Loading:
         self.within = 0  # pauses that began before any of the prompts had its answer
 
     def _loads(self) -> float:
-        """How long all of them take from the shared tier to their answers' first token."""
+        """Measure how long all of them take from the shared tier to their answers' first token."""
         self.engine.reset_prefix_cache(cpu_tier=True)
         begun = time.monotonic()
         with ThreadPoolExecutor(PROMPTS) as threads:

@@ -1,4 +1,4 @@
-"""How far tests trust two greedy answers to be the same; spillway_engine.near_ties compares them."""
+"""Margins within which tests trust two greedy answers to be the same; spillway_engine.near_ties compares them."""
 
 from __future__ import annotations
 

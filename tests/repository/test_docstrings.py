@@ -19,7 +19,7 @@ FIRST_WORDS = (
     "Outside Over Per Through To Under Unlike Up Upon With Within Without "  # prepositions
     "Although And Because But However If Once Since So Unless Until When Where Wherever While "  # conjunctions
     "Also Else Here Longer Meanwhile Not Otherwise Sooner Then "
-    "It Its None: That These They Those What Whatever Whichever Who Whoever Whose "  # pronouns
+    "How It Its None: That These They Those What Whatever Which Whichever Who Whoever Whose Why "  # pronouns
     "0: False False: Never None None, True True,"  # answers of functions
 )
 ELLIPTIC = rf"\A(?:{'|'.join(FIRST_WORDS.split())}) |^ +[a-z][a-z_, ]*: (?:[Oo]f|[Tt]hat|[Ww]hose) "

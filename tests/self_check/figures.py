@@ -1,4 +1,4 @@
-"""How far rounding, and how far one damaged layer, moves the log-probabilities of the check's texts.
+"""Figures of how far rounding, and how far one damaged layer, moves the log-probabilities of the check's texts.
 
 `python -m self_check.figures`, under Hugging Face's transformers: rounding in each dtype, by several ways to compute,
 then damage in float32, so that the damage alone is measured, and how much of it each tolerance refuses.

@@ -127,7 +127,7 @@ def _next_slots(slots: Any) -> Any:
 
 
 def _columns(layer: Any, part: str) -> slice:
-    """Which columns of a fused projection's output belong to one of its parts."""
+    """Return the columns of a fused projection's output that belong to one of its parts."""
     attention = layer.self_attn
     queries, keys = attention.q_size, attention.kv_size
     halves = layer.mlp.down_proj.input_size_per_partition

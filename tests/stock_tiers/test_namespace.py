@@ -1,4 +1,4 @@
-"""Which engines with vLLM's own worker share blocks, and which are refused."""
+"""Engines with vLLM's own worker that share blocks, and those that are refused."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Queue:
         self.plan.end(name)
 
     def counts(self) -> dict[str, int]:
-        """How many chunks each request keeps."""
+        """Count the chunks that each request keeps."""
         assert len(self.plan.kept) == self.plan.kept_count
         return {name: len(self.held_by(name)) for name in self.plan._waiting}
 

@@ -329,7 +329,7 @@ async def test_newcomers_without_end_starve_nobody_who_waits() -> None:
 
 
 async def test_an_engine_that_has_room_for_many_takes_them_over_iterations_of_the_event_loop() -> None:
-    """Which request is next takes a look-up for each; streams would wait for all of them."""
+    """The choice of each next request takes a look-up; streams would wait for all of them."""
     requests, look_seconds = 40, 0.001
     now, room, looks = [0.0], [0], [0]
 

@@ -1,4 +1,4 @@
-"""Which connections a tick looks at."""
+"""Connections that a tick looks at."""
 
 from __future__ import annotations
 

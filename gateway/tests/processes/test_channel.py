@@ -19,7 +19,7 @@ MANY = 1_000
 
 
 class Iterations:
-    """How many messages were handled in each iteration of the event loop."""
+    """Number of messages that were handled in each iteration of the event loop."""
 
     def __init__(self) -> None:
         self.handled: list[int] = []

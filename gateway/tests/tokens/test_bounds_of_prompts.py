@@ -1,4 +1,4 @@
-"""How much of a prompt is hashed, whatever its form."""
+"""The part of a prompt that is hashed, whatever its form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests take one leg whatever the engines, by what their bodies say and however it is spelled."""
+"""Requests that take one leg whatever the engines, by what their bodies say and however it is spelled."""
 
 from __future__ import annotations
 

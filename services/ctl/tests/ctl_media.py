@@ -180,7 +180,7 @@ def fill(
 
 
 def left(medium: Medium, seeds: Iterable[int], namespace: Namespace = ONE) -> list[int]:
-    """Which of ``seeds`` a tier still serves, byte for byte."""
+    """Return those of ``seeds`` that a tier still serves, byte for byte."""
     tier = medium.tier(namespace)
     seeds = list(seeds)
     there = [seed for seed, found in zip(seeds, tier.contains([key_of(seed) for seed in seeds], soon())) if found]

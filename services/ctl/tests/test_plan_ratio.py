@@ -1,4 +1,4 @@
-"""How many prefill and decode engines a trace needs."""
+"""Numbers of prefill and decode engines that a trace needs."""
 
 from __future__ import annotations
 

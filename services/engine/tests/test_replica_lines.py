@@ -1,4 +1,4 @@
-"""Which of a leader's connections are lines of further pods, and when one of them is lost."""
+"""A leader's connections that are lines of further pods, and the loss of one of them."""
 
 from __future__ import annotations
 

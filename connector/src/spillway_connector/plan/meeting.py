@@ -52,10 +52,9 @@ def meeting_pays(begin: int, end: int, rates: Rates) -> bool:
 
 
 def step_tokens_max(distance: int, chunk_tokens: int, rates: Rates) -> int:
-    """How many tokens the next step may compute, `distance` before the meeting point. This is half of the distance,
-    because the other half may be loaded sooner than its rate says; a short distance is computed as a whole. The result
-    takes at least STEP_SECONDS to compute.
-    """
+    """Return the tokens that the next step may compute, `distance` before the meeting point. They are half of the
+    distance, because the other half may be loaded sooner than its rate says, or more if half of it takes less than
+    STEP_SECONDS to compute, but never more than the whole."""
     shortest = chunk_tokens * max(1, math.ceil(STEP_SECONDS * rates.computed))
     if distance <= 0:
         return shortest

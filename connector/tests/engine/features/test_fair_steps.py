@@ -300,7 +300,7 @@ def a_flood_whose_steps_were_measured() -> Rig:
 
 
 def seconds_until_planned(rig: Rig, *coming: str, under_way: bool = True) -> float:
-    """How long the engine takes requests before it plans; coming: their sessions."""
+    """Return how long the engine takes requests before it plans. coming: their sessions."""
     connector = SimpleNamespace(scheduler_features=[rig.steps])
     core: Any = part_of(
         EngineCoreProc,

@@ -161,7 +161,7 @@ class Engine:
         self.meetings.schedule(self, step)
 
     def bound_of(self, request: Request) -> int:
-        """How many tokens of it the step that is being scheduled may compute; 0: any number."""
+        """Return how many tokens of it the step that is being scheduled may compute; 0: any number."""
         if generation() is Generation.V023:
             return self.config.long_prefill_token_threshold
         tokens = self._reserve_prefill_lookahead(request, request.num_computed_tokens, TOKENS)
@@ -205,7 +205,7 @@ def engine() -> Iterator[Engine]:
 
 
 def places(job: Any) -> list[int]:
-    """Which chunks of the prompt a job loads."""
+    """Return the chunks of the prompt that a job loads."""
     return [key[0] for key in job.keys]
 
 

@@ -1,4 +1,4 @@
-"""Which chunks of windows are left out, beside every prefix that a later prompt may have in common."""
+"""Chunks of windows that are left out, beside every prefix that a later prompt may have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps of an engine report statistics, on a clock of the test's."""
+"""Steps of an engine that report statistics, on a clock of the test's."""
 
 from __future__ import annotations
 

@@ -293,8 +293,8 @@ def test_where_only_adapters_are_computed_rightly_nothing_else_is_stored(engine:
 
 
 def test_vllm_s_cpu_kernels_take_tokens_without_an_adapter_for_the_last_adapter_s():
-    """Why CPU engines with adapters store nothing of the base model. vLLM has mended it in 0.33, whose engine has no
-    build for CPUs."""
+    """CPU engines with adapters store nothing of the base model because of this. vLLM has mended it in 0.33, whose
+    engine has no build for CPUs."""
     weights = torch.stack([torch.zeros(1, 3, 8), torch.ones(1, 3, 8)])  # of two adapters
     output = torch.zeros(2, 3)
     no_adapter, last_adapter = -1, 1

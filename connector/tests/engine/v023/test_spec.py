@@ -1,4 +1,4 @@
-"""How the layers of a group lie in a row."""
+"""Places of a group's layers in a row."""
 
 from __future__ import annotations
 

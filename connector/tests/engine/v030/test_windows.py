@@ -1,4 +1,4 @@
-"""Which rule chooses the chunks of windows that are stored: the connector's, or vLLM's own, which 0.32 has."""
+"""The rule that chooses the chunks of windows to store: the connector's, or vLLM's own, which 0.32 has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step that computes nothing waits for a load."""
+"""Waits for a load in steps that compute nothing."""
 
 from __future__ import annotations
 

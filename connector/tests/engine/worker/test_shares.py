@@ -104,7 +104,7 @@ def test_each_rank_stores_its_share_and_loads_all(ranks):
 
 
 def test_without_one_rank_s_share_a_chunk_is_not_whole(ranks):
-    """Which is why a store counts only when all ranks have ended it well."""
+    """A store counts only when all ranks have ended it well, because of this."""
     ranks[0].copy(Direction.STORE, [4, 2])
     stored = ranks[1].kv[:, [4, 2]].clone()
     ranks[1].copy(Direction.LOAD, [0, 5])

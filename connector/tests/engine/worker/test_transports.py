@@ -1,4 +1,4 @@
-"""Which transport a worker opens, by platform and settings."""
+"""The transport that a worker opens, by platform and settings."""
 
 from __future__ import annotations
 

@@ -186,7 +186,8 @@ def test_each_further_name_of_an_argument_is_known(parser: Any) -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_an_argument_by_two_names_the_last_one_counts(parser: Any, order: int) -> None:
-    """Which is refused: of one as JSON and by its members, the members count wherever they stand."""
+    """The engine service refuses both: of an argument as JSON and by its members, the members count wherever they
+    stand."""
     both = ["-sc", '{"method": "eagle"}', '--speculative-config={"method": "ngram"}']
     arguments = both if order == 1 else [both[2], *both[:2]]
     drafter = drafter_of(arguments)

@@ -203,7 +203,7 @@ def test_enough_short_answers_push_a_document_off_the_device(
 
 
 def test_one_short_answer_after_the_other_takes_the_same_block() -> None:
-    """Why they have to be at the same time."""
+    """The answers have to be asked for at the same time because of this."""
     cache = _DeviceCache(DEFAULT.device_blocks - 1, uncached_first=True)
     for name in ("0", "1", "2", "1", "2"):
         cache.ask(name, 16)

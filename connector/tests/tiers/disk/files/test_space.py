@@ -1,4 +1,4 @@
-"""How full a directory is, after kills at any instant and with changes during a scan."""
+"""Count of a directory's bytes, after kills at any instant and with changes during a scan."""
 
 from __future__ import annotations
 

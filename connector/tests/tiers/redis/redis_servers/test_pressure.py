@@ -23,7 +23,7 @@ StartValkey = Callable[..., ValkeyServer]
 
 
 def fill(tier: RedisTier, seeds: range) -> list[int]:
-    """Which of the blocks were stored."""
+    """Store blocks, and return those that were taken."""
     stored = []
     for seed in seeds:
         try:
