@@ -1,4 +1,7 @@
-"""The defaults of a shared tier's settings. Light to import: no torch, no vLLM, no client library."""
+"""The bounds of a shared tier under the connector's own keys; defaults are those of the chart's model.
+
+Light to import: no torch, no vLLM, no client library.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,7 @@ from spillway_settings.values.offload import SharedTier, TransferSettings
 _CHART = SharedTier()
 REDIS_TTL_SECONDS = _CHART.redis.ttl_seconds
 REDIS_CONNECTIONS = _CHART.redis.connections
-REDIS_PAYLOAD_CONNECTIONS = (
-    _CHART.redis.payload_connections
-)  # for the stripes of one block; more may pay on a network with long round trips
+REDIS_PAYLOAD_CONNECTIONS = _CHART.redis.payload_connections  # for the stripes of one block
 S3_CONNECTIONS = _CHART.s3.connections
 
 
