@@ -124,12 +124,12 @@ class NodeTierConfig(Section, frozen=True):
 
     bytes: ByteCount  # of rows of one size, which all engines of the node that have such rows name alike
     path: str = "/dev/shm/spillway"  # noqa: S108 - the point is to be in shared memory
-    # What an engine does that cannot use it: private, have a CPU tier of its own; refuse, not start.
+    # The act of an engine that cannot use it. private: it has a CPU tier of its own. refuse: it does not start.
     fallback: NodeFallback = _CHART.node_tier.fallback
     # The share of the rows of one size that each namespace keeps when another one wants rows.
     floor: Portion = _CHART.node_tier.floor
-    # Whose memory it is. engine: the first engine of the node makes the rows. keeper: spillway node-tier makes them,
-    # and engines wait for it.
+    # The owner of the memory. engine: the first engine of the node makes the rows. keeper: spillway node-tier makes
+    # them, and engines wait for it.
     maker: Literal["engine", "keeper"] = "engine"
 
 

@@ -28,7 +28,7 @@ _DAMAGED = (
 )
 _OVERLOADED = "fewer engines for each server, a faster store or network, more ioThreads (redis.connections)"
 
-# By reason, whatever the type of the tier.
+# Keyed by reason, whatever the type of the tier.
 GENERAL: Mapping[str, Explanation] = {
     CorruptReason.SHORT: Explanation("a block is shorter than it announces: its write was cut", _DAMAGED),
     CorruptReason.MAGIC: Explanation("no block lies under the name of one", _DAMAGED),
@@ -132,7 +132,7 @@ GENERAL: Mapping[str, Explanation] = {
     ),
 }
 
-# By type of the tier and reason, if one type has more to say.
+# Keyed by type of the tier and reason, if one type has more to say.
 OF_TYPE: Mapping[tuple[str, str], Explanation] = {
     ("nvme", RefusedReason.READ_ONLY): Explanation(
         "the file system is read-only", "look at the node's dmesg: a failing disk is often remounted so"

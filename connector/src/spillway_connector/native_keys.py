@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# What vllm-ascend's build reads; in a running container it does nothing.
+# A variable that vllm-ascend's build reads; in a running container it does nothing.
 BATCH_MEMCPY_VARIABLE = "VLLM_ASCEND_ENABLE_BATCH_MEMCPY"
 
 # Their key -> the setting here, by its name in the connector, and what differs.

@@ -36,7 +36,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a directory",
 }
-# By device number: the owner of a file that this process makes, and the write permissions of others that it shows. They
+# Device number -> the owner of a file that this process makes, and the write permissions of others that it shows. They
 # differ from what was asked for if a server maps users (root_squash) or the file system has no modes (SMB).
 _MADE_HERE: dict[int, tuple[int, int]] = {}
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

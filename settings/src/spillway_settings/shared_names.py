@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Where a pod finds what the chart mounts.
+# Places in a pod where the chart mounts files.
 FOLDERS = {
     "certificate": "/etc/spillway-certificate",
     "config": "/etc/spillway",
@@ -56,7 +56,7 @@ CREDENTIAL_NAME = (
 )
 # unless its value is a path, a switch or a small number.
 HARMLESS_VALUE = r"^(/.*|(?i:true|false|on|off|yes|no|none)|[01]|)$"
-# Such a value is one wherever it stands.
+# A value of this form is a credential wherever it stands.
 CREDENTIAL_VALUE = (
     r"^(sk-|hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|AKIA[0-9A-Z]{12}|eyJ[A-Za-z0-9_-]+\.eyJ)"
     r"|[\"'](sk-([a-z0-9]+-)*|hf_|gh[pousr]_|glpat-)[A-Za-z0-9]{16}"
@@ -66,13 +66,13 @@ CREDENTIAL_VALUE = (
     r"|(?i:\bbearer( |%20)+[a-z0-9._~+/-]{8})"
 )
 
-# What a model's name ends in without being another model.
+# Endings of a model's name that do not make it another model.
 MODEL_NAME_ENDINGS = (
     r"([-_.](instruct|thinking|chat|base|it|pt|hf|bf16|preview|v0\.[0-9]+|[0-9]{4}|awq|gptq(-[48]b)?|gptqmodel|autoround|sym"
     r"|inc|quantized|unquantized|qat|q4_0|bnb|unsloth|marlin|quarot|fp8|fp4|nvfp4(a16)?|mxfp4|mxfp8|int4|int8|[48]bit"
     r"|w[48]a(4|8|16)|dynamic|block|kv|128g|g128))+$"
 )
-# What such an ending has in it -> its weights, in eighths of those in 16 bits: embeddings stay as they are.
+# Word in such an ending -> the size of its weights, in eighths of those in 16 bits: embeddings stay as they are.
 QUANTIZED_EIGHTHS = {
     r"[-_.](fp8|mxfp8|int8|8bit|w8a)": 5,
     r"[-_.](awq|gptq|gptqmodel|autoround|bnb|fp4|nvfp4|mxfp4|int4|4bit|w4a)": 3,

@@ -106,7 +106,7 @@ def _explained(kind: type[Any], document: object, refusal: str) -> WrongSetting:
     if wrong is not None:
         return wrong
     if isinstance(bare, types.CustomType | types.StructType) and not refusal.startswith("Expected "):
-        # Of _read_value or __post_init__.
+        # Messages of _read_value or __post_init__.
         return WrongSetting(path, refusal.removesuffix(found[0]) if found else refusal)
     return WrongSetting(path, f"{_given(value)} given, {_needed(node)} needed")
 

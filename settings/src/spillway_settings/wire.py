@@ -20,22 +20,23 @@ RANK_HEADER = "x-data-parallel-rank"  # vLLM's name: which of its engine cores g
 # Paths that gateway, engine service and simulator serve beside the OpenAI API.
 CONFIG_PATH = "/spillway/config"
 PROMOTE_PATH = "/spillway/promote"
-PROMOTE_UTILITY = "spillway_promote"  # how the engine service calls EngineCore, to which the connector adds it
-SETTLE_UTILITY = "spillway_settle"  # likewise
 WEIGHTS_PATH = "/spillway/weights"
-WEIGHTS_UTILITY = "spillway_weights"  # likewise
+# Methods that the connector adds to EngineCore, and that the engine service calls.
+PROMOTE_UTILITY = "spillway_promote"
+SETTLE_UTILITY = "spillway_settle"
+WEIGHTS_UTILITY = "spillway_weights"
 
-# The type of an error by which an engine says that it ends, for a reason that no request is.
+# The type of an error by which an engine says that it ends, and that no request is the reason.
 ENDING_ERROR = "engine_ending"
 
-# What the gateway says of a session in a request's kv_transfer_params, and the connector reads.
+# Members in which the gateway names a session in a request's kv_transfer_params, and the connector reads.
 SESSION_MEMBER = "spillway_session"
 SESSION_ID = "id"
 SESSION_ENDED = "ended"
 SESSION_RETURN_SECONDS = "return_seconds"
 SESSION_RETURN_SECONDS_MAX = 7 * 86_400
 
-# What it says there of how long a prompt is retained: up to which token and for how many seconds, in pairs, and the
+# The member that says how long a prompt is retained: up to which token and for how many seconds, in pairs, and the
 # share of each tier that the tenant may retain. No token: the whole prompt.
 RETENTION_MEMBER = "spillway_retention"
 RETENTION_MARKS = "marks"

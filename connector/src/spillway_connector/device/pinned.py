@@ -146,7 +146,7 @@ def _unregister(registrar: Registrar, chunks: tuple[Chunk, ...]) -> None:
 
 
 def _lock(chunks: tuple[Chunk, ...]) -> tuple[bool, str]:
-    """All chunks or none; else why not."""
+    """Lock all chunks, or none; return whether they are locked, and why not."""
     for position, chunk in enumerate(chunks):
         if _libc.mlock(chunk.address, chunk.size_bytes) != 0:
             reason = os.strerror(ctypes.get_errno())

@@ -81,7 +81,7 @@ class ConnectorBase(OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._check(self._seams, vllm_config)
-        # Not upstream's constructor, which builds upstream's halves.
+        # Upstream's constructor is left out, because it builds upstream's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._spec = self._make_spec()
         self._settings = self._spec.settings if isinstance(self._spec, SpecBase) else None

@@ -37,7 +37,7 @@ class Methods(NamedTuple):
     module: str
     cls: str
     parameters: Mapping[str, Sequence[str]]  # by method
-    later: Mapping[str, Sequence[str]] = MappingProxyType({})  # likewise: what later versions take behind them
+    later: Mapping[str, Sequence[str]] = MappingProxyType({})  # by method: parameters that later versions add
 
 
 _QUEUE_METHODS = {

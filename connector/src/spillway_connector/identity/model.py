@@ -42,7 +42,8 @@ SAFETENSORS_FIRST = frozenset(
 )
 _BESIDE_SAFETENSORS = "pytorch_model*.bin*"
 _SHARD = re.compile(r"-\d+-of-\d+(?=\.gguf$)")
-# What vLLM 0.23 reads of an adapter (lora/lora_model.py: from_local_checkpoint; lora/peft_helper.py: from_local_dir).
+# Files of an adapter that vLLM 0.23 reads (lora/lora_model.py: from_local_checkpoint; lora/peft_helper.py:
+# from_local_dir).
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.*", "new_embeddings.*")
 
 

@@ -46,7 +46,7 @@ class Conversations:
 
     def __init__(self, ends_max: int = ENDS_MAX) -> None:
         self._ends_max = ends_max
-        # By end: the conversation that had it first.
+        # End -> the conversation that had it first.
         self._ends: OrderedDict[bytes, _Conversation] = OrderedDict()
         # First blocks of the prompts with these ends. They are used when an end is, so they are as many at most.
         self._beginnings: OrderedDict[bytes, None] = OrderedDict()
@@ -93,7 +93,7 @@ class Conversations:
         if blocks[-1] in ends:
             ends.move_to_end(blocks[-1])
             return
-        # What is an end already is one that several go on from.
+        # A block that is an end already is one from which several conversations go on.
         conversation.ends = new = []
         for block in blocks[-_ENDS_OF_PROMPT:]:
             if block not in ends:

@@ -84,8 +84,8 @@ class PauseLengths:
         self._counts = [_ASSUMED_PAUSES * share for share in _exponential_shares(1 / _GEOMETRIC)]  # by step
         self._ratios = [(begin + end) / 2 * n for begin, end, n in zip(_BEGINS, _ENDS, self._counts, strict=True)]
         self._until_renewed = 0  # pauses, until what follows is found out once more
-        # By step, of the time for which a session has been idle: the time until it comes back as a line (start, slope),
-        # and the share of pauses that are longer, likewise. Empty until they are asked for.
+        # Keyed by step of the time for which a session has been idle: the time until it comes back as a line (start,
+        # slope), and the share of pauses that are longer than that, as a line too. Empty until they are asked for.
         self._lines: list[tuple[float, float, float, float]] = []
         self._is_exponential = True
 

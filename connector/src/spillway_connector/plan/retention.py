@@ -89,7 +89,7 @@ class Retention(Generic[_Key]):
 
     def __init__(self, sessions_max: int = SESSIONS_MAX) -> None:
         self._sessions: SessionTable[_Session[_Key]] = SessionTable(_Session, sessions_max)
-        # By chunk: its session, or its sessions if it has had several, the last user last.
+        # Chunk -> its session, or its sessions if it has had several, the last user last.
         self._users: dict[_Key, _Session[_Key] | dict[_Session[_Key], None]] = {}
         # First to leave, in this order, and the session that used it, unless that has been dropped.
         self._ended: dict[_Key, _Session[_Key] | None] = {}

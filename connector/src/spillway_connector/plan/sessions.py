@@ -91,7 +91,8 @@ class Habits:
     lengths: PauseLengths = field(default_factory=PauseLengths)
     _differences: int = _ASSUMED_REGULAR
     _difference: float = 0.0  # the mean of a pause from the session's usual one, as a share of the longer
-    # By the number of requests that a session has had in one go: how many went on after them, and how many were gone.
+    # Number of requests that a session has had in one go -> how many sessions went on after them, and how many were
+    # gone.
     _went_on: Counter[int] = field(default_factory=Counter)
     _gone: Counter[int] = field(default_factory=Counter)
     _idle: deque[tuple[SessionTimes, int]] = field(default_factory=deque)

@@ -128,7 +128,8 @@ class _FloodSteps:
         self._number += 1
         if awaits and not measures and self._least_seconds:
             self._asked = 0
-            # Not longer than the last one says: steps may have become shorter, and a long wait costs everybody.
+            # The wait is no longer than the last one says: steps may have become shorter, and a long wait costs
+            # everybody.
             least_seconds = min(median(self._least_seconds), self._least_seconds[-1])
             return LEAST_TOKENS, min(HELD_SHARE * least_seconds, HELD_SECONDS_MAX)
         self._asked = LEAST_TOKENS if measures else int(self._tokens)

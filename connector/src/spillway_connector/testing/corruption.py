@@ -290,7 +290,7 @@ class PartsShelf:
         self._keys = [random.Random(seed).randbytes(36) for seed in range(blocks)]  # noqa: S311 - not secret
         self.payloads = [random.Random(seed).randbytes(PARTS_PAYLOAD_BYTES) for seed in range(blocks)]  # noqa: S311
         self.frames = [frame for block in range(blocks) for frame in self._frames(OURS, block, self.payloads[block])]
-        # Of two writers of one key who computed different bits: alone each of these frames is whole.
+        # The frames of two writers of one key who computed different bits: alone each of them is whole.
         self.rivals = [
             frame
             for block in range(blocks)

@@ -225,7 +225,7 @@ class SharedTier:
             if known:
                 self._jobs.skip(job, known, SkipReason.PRESENT)
                 wanted, rows = _those_not_in(known, wanted, rows)
-            # What is handed over the other engine asks for next.
+            # The other engine asks next for the chunks that are handed over.
             if self._tier.under_pressure and not hand_over and not self._admits_all:
                 rare = self._requested_once(wanted)
                 rare -= self._renewals.held_of(rare)

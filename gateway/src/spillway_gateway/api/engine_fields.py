@@ -21,7 +21,7 @@ from spillway_settings.wire import HAND_OVER_MEMBER, RETENTION_MEMBER, SESSION_M
 TRANSFER_PARAMS = "kv_transfer_params"
 # Members of kv_transfer_params that only the gateway sets.
 OWN_MEMBERS = frozenset({SESSION_MEMBER, RETENTION_MEMBER, HAND_OVER_MEMBER})
-# What vLLM's scheduler and connectors read out of a request's extra arguments.
+# Members that vLLM's scheduler and connectors read out of a request's extra arguments.
 STEERING_ARGUMENTS = frozenset({TRANSFER_PARAMS, "ec_transfer_params", "kv_cache_report_mode"})
 
 

@@ -46,7 +46,7 @@ _COUNT_BYTES = 32 * 1024
 _COUNT_AGAIN_BYTES = 4 * 1024  # of a piece that is new, as a body's last one mostly is: only its new end is counted
 _COUNTED_MAX = 32_768  # pieces whose cost is remembered, in 7 MB: 100 MiB of bodies that begin as others did
 _COPY_BYTES = 1024 * 1024
-# Of decoding, and of what the parsers in this folder do with each message.
+# The cost of decoding, and of what the parsers in this folder do with each message.
 _SECONDS_PER_BYTE = 4e-9
 _SECONDS_PER_ESCAPE = 25e-9
 _SECONDS_PER_COMMA = 0.5e-6

@@ -247,7 +247,8 @@ class HeadWithBody:
         self._coalescer = WriteCoalescer.of_running_loop()
         self._held: list[bytes] = []
 
-    # Not the transport's bound methods: the garbage collector would look at six more objects of each connection.
+    # The transport's bound methods are not kept: the garbage collector would look at six more objects of each
+    # connection.
 
     def abort(self) -> None:
         self._transport.abort()

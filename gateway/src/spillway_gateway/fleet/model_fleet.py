@@ -71,7 +71,8 @@ class ModelFleet:
         self.conversations = Conversations(routing.sessions_max)
         self.sessions = Sessions(routing.tenant_sessions_max, routing.sessions_max)
         self.engines: dict[str, Engine] = {}
-        # What each request reads of all engines; computed again (_look_at_engines) when one of them changes.
+        # The part of all engines' state that each request reads; computed again (_look_at_engines) when one of them
+        # changes.
         self.has_roles = False  # whether a request may take two legs
         self.spreads = False  # whether conversations have a choice of engines that each take whole requests
         self.ready_engines = 0  # that take requests, breakers aside

@@ -16,7 +16,7 @@ _SLACK_BYTES = 64 * 1024
 
 _decode = msgspec.msgpack.Decoder().decode
 
-# By a value's first byte: the bytes of its head and body if that byte decides them, and the values inside it.
+# A value's first byte -> the bytes of its head and body if that byte decides them, and the values inside it.
 _BYTES = [0] * 256
 _VALUES = [0] * 256
 for _byte in (*range(0x80), 0xC0, 0xC2, 0xC3, *range(0xE0, 0x100)):
@@ -30,7 +30,7 @@ for _byte, _size in {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0:
     _BYTES[_byte] = _size
 for _power in range(5):
     _BYTES[0xD4 + _power] = 2 + (1 << _power)
-# By first byte: the bytes of the length that follows it, and further bytes of the head.
+# First byte -> the bytes of the length that follows it, and further bytes of the head.
 _LENGTHS = {
     **{0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)},
     **{0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)},

@@ -27,7 +27,7 @@ class StoreOf(IntEnum):
     BELOW = 2  # one behind that
 
 
-# By store: its bit in masks of holders, device bits of engines that load from it, and what it is to these.
+# Store -> its bit in masks of holders, device bits of engines that load from it, and what it is to these.
 StoreReaders = tuple[tuple[int, int, StoreOf], ...]
 Counts = dict[int, int]  # leading blocks by an engine's device bit, its slot times BITS_PER_ENGINE; absent: none
 

@@ -33,7 +33,7 @@ class Sessions:
     def __init__(self, tenant_entries_max: int, entries_max: int) -> None:
         self._tenant_entries_max = min(tenant_entries_max, entries_max)
         self._entries_max = entries_max
-        # By tenant: a session's engine, and when it was served last in monotonic seconds.
+        # Tenant -> a session's engine, and when it was served last in monotonic seconds.
         self._tenants: OrderedDict[str, OrderedDict[int, tuple[str, float]]] = OrderedDict()
         self._entries = 0
 

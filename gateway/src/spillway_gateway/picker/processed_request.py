@@ -26,8 +26,8 @@ from spillway_gateway.picker.grpc_call import MessageTooLong
 from spillway_gateway.upstream.exchange import ClientDisconnected
 from spillway_gateway.upstream.forward import Body, Headers, header
 
-# Of a plain reply or an event that the proxy keeps, after which it passes on as it comes: Envoy tells of trailers, and
-# so of the reply's end, once the bytes before them are answered.
+# Bounds on a plain reply or an event that the proxy keeps; beyond them it passes on as it comes: Envoy tells of
+# trailers, and so of the reply's end, once the bytes before them are answered.
 KEPT_SILENT_SECONDS = 1.0
 KEPT_REPLY_BYTES_MAX = 256 * 1024  # of a plain reply that is collected: Envoy keeps it within its own buffer's limit
 Message = MutableMapping[str, Any]
@@ -300,7 +300,7 @@ class EngineSide:
         reply_given: the headers of the engine's reply, as the proxy has them; None before.
         reply_bodiless: it ended with them: the proxy takes no answer to a body that it did not send.
         request_trailers: the request's trailers, for whose answer the proxy waits; None if it has none.
-        trailers: the reply's trailers, likewise; None if it has none, or not yet.
+        trailers: the reply's trailers, as the proxy has them; None if it has none, or not yet.
         answered: the client has the whole reply; only trailers may follow.
         given_body: the request's body, if the proxy keeps it and the engine gets it as it is.
         kept_reply: the reply, if the proxy keeps its chunks.

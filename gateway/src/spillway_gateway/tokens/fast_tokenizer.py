@@ -32,7 +32,7 @@ import fastokens
 # keep tables of words.
 os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 
-# Of texts, after which a thread's tables are emptied.
+# Bounds on texts, beyond which a thread's tables are emptied.
 KEPT_SECONDS = 0.025  # for new words
 KEPT_CHARS = 4 * 1024 * 1024
 KNOWN_SECONDS = 5e-9  # for a character of a known word, at least

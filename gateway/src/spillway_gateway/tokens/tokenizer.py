@@ -50,7 +50,7 @@ STEP_CHARS = 16_384  # of new text in one step of encode_in_steps(), about 8 ms 
 SEARCH_CHARS = 256 * 1024  # in one search for a special token, under the interpreter's lock
 CUT_TRIES = 8
 CUT_REACH_CHARS = 256
-# Where most pre-tokenizers split a text: beside a word, after a line.
+# Places at which most pre-tokenizers split a text: beside a word, after a line.
 _cut_places = re.compile(r"(?<=\w)(?=[^\w\n])|(?<=\n)(?=\w)|(?<=[^\w\s])(?=\w)").finditer
 
 

@@ -281,7 +281,7 @@ def place_of(reply: bytes) -> Mapping[str, Any] | None:
 async def first_leg_body(body: Body, *, by_connector: bool = False) -> bytes:
     """The body of the first leg. body: a JSON object."""
     walk = await _walked(body, [*_VALUES, _PARAMS])
-    # What the gateway has said of retention stays; a session is the second leg's to use and to end.
+    # Retention stays as the gateway has set it; a session is the second leg's to use and to end.
     params = {name: value for name, value in _given(body, walk).items() if name == RETENTION_MEMBER}
     params |= _KEEP if by_connector else {HAND_OVER_MEMBER: True}
     return _with_values(body, walk, {**_VALUES, _PARAMS: params}, [_LENGTH, _PARAMS])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DRIVER_FILE = Path("/usr/local/Ascend/driver/version.info")
-# Where CANN may be, without ASCEND_HOME_PATH of its set_env.sh; then, in there, the files that name its version.
+# Places in which CANN may be, without ASCEND_HOME_PATH of its set_env.sh; then the files there that name its version.
 CANN_HOMES = (Path("/usr/local/Ascend/ascend-toolkit/latest"), Path("/usr/local/Ascend/cann"))
 CANN_FILES = (
     "*-linux/ascend_toolkit_install.info",

@@ -21,7 +21,7 @@ _IS_GIVEN = re.compile(r"(--speculative-config([.].*)?|--spec-(method|model|toke
 # Methods, or names of drafters, with layers of KV beside the model's own, and how many: DSpark's in DeepSeek's
 # checkpoints (vllm/models/deepseek_v4/nvidia/dspark.py), those of EAGLE, and a model's own for later tokens.
 _LAYERS = ((re.compile(r"dspark"), 3), (re.compile(r"eagle|dflash|mtp$"), 1))
-# Of these the weights may be in the model's own folder.
+# Drafters whose weights may be in the model's own folder.
 _OF_THE_MODEL = re.compile(r"dspark|mtp$")
 _ANY_SIZE = re.compile(r"dspark|dflash|draft_model|")  # if the drafter is a model of its own
 

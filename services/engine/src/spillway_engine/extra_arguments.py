@@ -91,7 +91,7 @@ LONG_NAMES = {
     "-ep": "--enable-expert-parallel",
     "-sc": "--speculative-config",
 }
-# What the chart and the engine service read by their whole names, mostly to count memory.
+# Arguments that the chart and the engine service read by their whole names, mostly to count memory.
 READ_HERE = f"""
     --additional-config --cpu-offload-gb --distributed-executor-backend --enable-sleep-mode --hf-config-path
     --hf-overrides --logprobs-mode --mm-processor-cache-gb --mm-processor-cache-type --offload-backend

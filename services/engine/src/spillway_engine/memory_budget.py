@@ -41,7 +41,7 @@ class MemoryBudget:
     kv_groups: int  # a block of tokens takes one device block in each, and one row of the CPU tier if it is stored
     data_parallel_ranks: int
     device_blocks: int | None  # of each data parallel rank; None: the engine sizes its own device cache
-    device_tokens: int | None  # likewise
+    device_tokens: int | None  # None as for device_blocks
     device_bytes: int | None
     cpu_chunks: int  # rows, of each data parallel rank
     cpu_row_bytes: int

@@ -55,7 +55,7 @@ def scored(choice: Mapping[str, Any]) -> Scored:
     return Scored(tuple(choice["token_ids"]), tuple(by_id))
 
 
-# What a completion request needs for `scored`.
+# Fields that a completion request needs for `scored`.
 REQUEST: dict[str, Any] = {"logprobs": TOP, "return_tokens_as_token_ids": True, "return_token_ids": True}
 
 
@@ -87,7 +87,7 @@ def compared_tokens(one: Scored, other: Scored) -> int:
 def _moved(top: Mapping[int, float], other: Mapping[int, float], rounding: float) -> str | None:
     floor = min(other.values())
     for token, logprob in top.items():
-        # What is not among the other's most likely is at most as likely as the least of those.
+        # A token that is not among the other's most likely is at most as likely as the least of those.
         seen = other.get(token, min(logprob, floor))
         if logprob >= LIKELY and abs(seen - logprob) > rounding:
             return f"log p({token}) is {logprob:.3f} and {seen:.3f}"

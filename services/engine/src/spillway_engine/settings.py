@@ -88,7 +88,7 @@ class EngineSettings(CamelSection, frozen=True):
     # Hosts that vLLM fetches media of prompts from; empty: any host.
     allowed_media_domains: tuple[MediaDomain, ...] = ()
     platform: Literal["auto", "cpu", "cuda", "npu"] = "auto"
-    # For a driver, CANN or torch_npu that does not fit the image's vllm-ascend.
+    # The answer to a driver, CANN or torch_npu that does not fit the image's vllm-ascend.
     version_check: Literal["refuse", "warn"] = _CHART.accelerator.version_check
     cpu_binding: Literal["on", "off"] | None = None  # of vllm-ascend; None: it decides
     kv_events: KvEventsSettings = KvEventsSettings()

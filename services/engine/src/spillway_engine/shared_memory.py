@@ -67,7 +67,7 @@ def paths_in_use(paths: Iterable[Path], proc: Path = Path("/proc")) -> set[Path]
         except OSError:
             continue
         mapped = _mapped_inodes(maps)
-        # By name too: on a layered file system the numbers in maps are those of another layer.
+        # Names are compared too: on a layered file system the numbers in maps are those of another layer.
         found |= {path for key, path in wanted.items() if key in mapped or str(path) in maps}
         for descriptor in descriptors:
             # Each may be closed by now, without that saying anything about the others.

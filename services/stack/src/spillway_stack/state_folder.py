@@ -39,7 +39,8 @@ class StateFolder:
     @property
     def node_tier(self) -> Path:
         """The node's tier in shared memory, named after this folder, so that two stacks share no rows."""
-        # Not at the top: the engine's image prepares the model with this distribution alone (bundled_model.py).
+        # The import is not at the top: the engine's image prepares the model with this distribution alone
+        # (bundled_model.py).
         from spillway_engine.machine import SHARED_MEMORY_FOLDER  # noqa: PLC0415
 
         name = hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:16]

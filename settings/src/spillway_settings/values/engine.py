@@ -47,7 +47,7 @@ DATA_PARALLEL_RANKS_MAX = 64  # of one pod: each has a device of its own, and tw
 RENDEZVOUS_PORT = 29_500  # of the first pod of a replica over several: where the ranks of all pods meet
 LINES_PORT = 29_490  # of that pod: by which its parent process learns that another pod is lost
 LEADER_PORTS = (RENDEZVOUS_PORT, LINES_PORT)
-# Those whose size in memory is known before the start (the engine service's model_shape.KV_DTYPE_BYTES).
+# Types whose size in memory is known before the start (the engine service's model_shape.KV_DTYPE_BYTES).
 KvCacheDtype = Literal[
     "auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"
 ]

@@ -177,7 +177,7 @@ class ConnectorSettings(Section, frozen=True):
     promotion_ahead_fraction: Portion = 0.25
 
 
-# What other settings of Offload have to be beside a node's tier: field, value, reason. `auto` is taken too.
+# Other settings of Offload that a node's tier needs: field, value, reason. `auto` is taken too.
 NODE_TIER_NEEDS = (
     ("eviction_policy", "lru", "engines agree on the last use of a chunk alone"),
     ("storing", "eager", "a chunk that waits on one engine's device is not there for the others"),

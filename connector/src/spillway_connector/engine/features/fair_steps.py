@@ -2,12 +2,12 @@
 
 vLLM fills a step with the prompts that it began, then with waiting prompts, regardless of who sent them. Before it
 does, this module leaves prompts out of the step. A running prompt gets the mark with which vLLM itself lets a request
-skip a step; a waiting one leaves the queue until the step is planned. The number of tokens is vLLM's own bound of a
-step. Requests of a flood that decode are left out likewise, unless drafts are verified.
+skip a step; a waiting one leaves the queue until the step is planned. vLLM's own bound on a step
+bounds the tokens. Requests of a flood that decode are left out in the same way, unless drafts are verified.
 
-Who is left out is overtaken, so vLLM's running requests do not stand in an order in which those that decode come before
-the prompts that have begun, and a prompt would take a whole step. So they are put into that order. Nothing else of
-vLLM's planning changes.
+A request that is left out is overtaken, so vLLM's running requests would no longer have those that decode before the
+prompts that have begun, and a prompt would take a whole step. So they are put into that order. Nothing else of vLLM's
+planning changes.
 
 EngineCore process, scheduler thread; no method blocks.
 """

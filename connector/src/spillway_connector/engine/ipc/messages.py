@@ -73,7 +73,7 @@ class SpillwayWorkerMetadata(OffloadingWorkerMetadata):
     adapters: dict[int, frozenset[bytes | None]] = field(default_factory=dict)
     samples: Samples = field(default_factory=Samples)  # since 0.30, which takes no statistics from workers
     loaded_blocks: int = 0  # of the device, added up over the ranks
-    loading_seconds: float = 0.0  # that copying them took, added up likewise
+    loading_seconds: float = 0.0  # that copying them took, added up over the ranks
 
     @override
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:

@@ -84,7 +84,7 @@ def _kernel_blocks(layer: str, views: list[torch.Tensor], spec: AttentionSpec | 
     if isinstance(spec, MambaSpec):
         candidates = [1]
     else:
-        # By bytes if the cache has the dtype that the spec counts with, else (a quantised cache) by count.
+        # Count by bytes if the cache has the dtype that the spec counts with, else (a quantised cache) by count.
         whole, rest = divmod(spec.real_page_size_bytes, sum(_block_bytes(view) for view in views))
         candidates = [whole] if rest == 0 else []
         candidates += [views[0].shape[0] // num_blocks] if views[0].shape[0] % num_blocks == 0 else []

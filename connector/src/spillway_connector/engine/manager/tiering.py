@@ -88,7 +88,7 @@ class TieringManager(PrefixLookupManager):
         self.answers = AnswerReuse() if config.generated_tokens == "auto" else None
         self._transfer_jobs: dict[int, TierJob] = {}  # under way
         self._last_job_id = -1
-        # By request: vLLM's tiers that want all chunks of the request, not only those that it computes.
+        # Request -> vLLM's tiers that want all chunks of the request, not only those that it computes.
         self._request_level_tiers: dict[str, list[SecondaryTierManager]] = {}
         self._shared_tiers = [tier for tier in secondary_tiers if isinstance(tier, SharedTierBase)]
         pays = {tier: partial(self._gates[tier].pays, self.prefill_rate) for tier in self._shared_tiers}

@@ -183,7 +183,7 @@ FIRST: Mapping[str, Fields] = {
     ),
 }
 
-# What 0.30 and later added, in classes of 0.23 and in new ones.
+# Fields that 0.30 and later added, in classes of 0.23 and in new ones.
 ADDED: Mapping[str, Fields] = {
     "VllmConfig": _fields(
         "diffusion_config engram_config",

@@ -121,7 +121,7 @@ class NodeRows(NodePicture):
             is_claimed = index.claim_many(at, self._known, self._namespace, keys, place, now_ms=now_ms)
         else:
             is_claimed = index.claim(rows, self._known, self._namespace, keys, place, now_ms=now_ms)
-        # Whoever was taken for dead between the look at the rows and the claim has no row.
+        # An engine that was taken for dead between the look at the rows and the claim has no row.
         if not is_claimed or not self._has_place():
             self._end_writes(list(keys), False)
             self._free_list.clear()

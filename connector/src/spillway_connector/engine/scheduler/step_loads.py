@@ -52,7 +52,7 @@ class StepLoadingHalf(SchedulerHalf):
         self._planned: list[StepLoad] = []  # of the step that is being scheduled
         self._planned_blocks = 0
         self._step_loads: dict[int, _Load] = {}
-        # By load under way, including loads from before a reset.
+        # Keyed by load under way, including loads from before a reset.
         self._step_requests: dict[int, str] = {}
         self._step_blocks: dict[int, frozenset[int]] = {}  # of the device
 
@@ -101,8 +101,8 @@ class StepLoadingHalf(SchedulerHalf):
         if not within or not num_external_tokens:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             return
-        # Not upstream's method: it looks for the first block that is not in the device's prefix cache, and vLLM has
-        # entered those of a load within the step already.
+        # Upstream's method is not called: it looks for the first block that is not in the device's prefix cache, and
+        # vLLM has entered those of a load within the step already.
         status = self._req_status[request.request_id]
         if status.prefix is not None:
             status.prefix.matched = None  # asked again, it is looked up again

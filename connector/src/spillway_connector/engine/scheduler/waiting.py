@@ -24,7 +24,7 @@ from spillway_connector.engine.requests.state import RequestFields
 from spillway_connector.engine.requests.tenancy import tenant_of_context
 from spillway_connector.plan.waiting import Turn, WaitingChunks
 
-# Whose keys are computed, which their turn does not do again, and those only if they matter (plan/waiting.py).
+# Requests whose keys are computed, which their turn does not do again, and those only if they matter (plan/waiting.py).
 _REQUESTS_PER_STEP = 16
 
 

@@ -53,7 +53,7 @@ def open_shared_tier(
             row_bytes=geometry.row_bytes,
             payload_bytes=geometry.payload_bytes,
             limits=of.limits,
-            # What was asked for once is worth its room if a tier below takes what leaves for it.
+            # A chunk that was asked for once is worth its room if a tier below takes the chunks that leave for it.
             admits_all=of.below is not None,
             room_bytes=(of.max_bytes or 0) if isinstance(of, NvmeTierConfig) else 0,
             announcements=Announcements(time.monotonic) if announces_blocks else None,

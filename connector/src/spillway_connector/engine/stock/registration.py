@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 TIERS_MODULE = "spillway_connector.engine.stock.tiers"
 TIER_CLASSES = {"spillway-nvme": "SpillwayNvmeTier", "spillway-redis": "SpillwayRedisTier"}
-# What a tier is built from: vLLM has it since tiers take whole chunks and report keys one by one.
+# The configuration from which a tier is built: vLLM has it since tiers take whole chunks and report keys one by one.
 _NEEDED = "vllm.v1.kv_offload.config"
 
 

@@ -46,7 +46,8 @@ def canonical_kv_caches(kv_caches: Mapping[str, LayerCache], config: KVCacheConf
             offset = slot_offset
             refs[layer] = []
             for part in layer_parts(layer, kv_caches[layer], specs[layer], config.num_blocks):
-                # Not by storage: K and V are slices of one storage in hybrid models, and V would be lost.
+                # Storage does not tell them apart: K and V are slices of one storage in hybrid models, and V would be
+                # lost.
                 key = (part.base, part.stride_bytes, part.page_bytes, offset)
                 if key not in index_of:
                     index_of[key] = len(tensors)

@@ -84,7 +84,7 @@ def take_step_back(scheduler: Any, invalid_block_ids: set[int]) -> Affected:
     """(ids of the requests whose tokens of this step vLLM must not take, tokens they lose, blocks to evict: none)."""
     affected, lost_tokens = preempt_holders(scheduler, invalid_block_ids)
     for request in (*scheduler.waiting, *scheduler.skipped_waiting):
-        # Those just preempted, and those preempted since: which blocks these computed with is no longer known.
+        # The requests just preempted, and those preempted since: the blocks that these computed with are not known now.
         if request.status is RequestStatus.PREEMPTED and request.num_output_placeholders:
             _drop_tokens_under_way(request)
     if isinstance(scheduler, AsyncScheduler):

@@ -31,7 +31,7 @@ def take_step_back(scheduler: Any, invalid_block_ids: set[int]) -> Affected:
     requests lose; blocks to evict: none)."""
     _, lost_tokens = preempt_holders(scheduler, invalid_block_ids)
     for request in scheduler.requests.values():
-        # Those just preempted, and those preempted since: which blocks these computed with is no longer known.
+        # The requests just preempted, and those preempted since: the blocks that these computed with are not known now.
         if request.status is RequestStatus.PREEMPTED and request.num_stale_output_tokens:
             request.drop_stale_output = True
     return set(), lost_tokens, set()

@@ -49,7 +49,7 @@ class SpillwayTieringManager(TieringManager):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # By request: the chunks that were promoted for it, and where from.
+        # Request -> the chunks that were promoted for it, and their tiers.
         self._load_sources: dict[str, dict[OffloadKey, Any]] = {}
 
     @override

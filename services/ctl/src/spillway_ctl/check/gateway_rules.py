@@ -99,7 +99,7 @@ def _memory(release: Release) -> Iterator[Finding]:
             f"{bytes_text(limit)} cannot hold {parts}",
             f"set it to {quantity(needed)} or more, or lower those",
         )
-    # What one request or stream may take beside those.
+    # Memory that one request or stream may take beside those.
     room = max(_ROOM_BYTES_LEAST, limit - needed)
     single = {
         "limits.plainReplyBufferBytes": gateway.limits.plain_reply_buffer_bytes,

@@ -188,7 +188,7 @@ def _accounts(release: Release) -> Iterator[Finding]:
     names = {"gateway": release.name("gateway"), "redis": release.name("redis")}
     names |= {group.path: group.name for group in release.groups}
     made: dict[str, str] = {}
-    # Those of the chart's own names first, so that the message is about the one that was given.
+    # The chart's own names come first, so that the message is about the one that was given.
     for is_given in (False, True):
         for path, section in release.sections():
             account = section.service_account

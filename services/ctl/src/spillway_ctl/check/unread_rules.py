@@ -77,7 +77,7 @@ def _of_setting(
         if _is_chosen(rule, choice) or _is_chosen(rule, _at(engine, other)):
             is_read_anywhere = True
         elif key:
-            # What an entry inherits from `engine` may be there for the other entries.
+            # A setting that an entry inherits from `engine` may be there for the other entries.
             given = _at(release.tree["engines"][key] or {}, own)
             if _is_given(given, default):
                 yield _unread(f"engines.{key}.{own}", f"engines.{key}.{by}", rule, given, choice)

@@ -196,7 +196,8 @@ def _check_chat(release: Release, asker: Asker, model: Mapping[str, Any], engine
         raise CheckFailed(str(wrong)) from wrong
     if plain.prompt_tokens != streamed.prompt_tokens:
         raise CheckFailed(f"one question has {plain.prompt_tokens} tokens, and {streamed.prompt_tokens} when streamed")
-    # Not compared word by word: on another engine, or for a model that is not sure, rounding may choose another word.
+    # The answers are not compared word by word: on another engine, or for a model that is not sure, rounding may choose
+    # another word.
     text = f"{plain.text!r}" if plain.text == streamed.text else f"{plain.text!r}, streamed {streamed.text!r}"
     return f"chat answered by {headers.get(ENGINE_HEADER, 'an unnamed engine')}: {text}"
 

@@ -119,7 +119,7 @@ class ChangeLog:
         parts = [(first, min(count, self._capacity - first))]
         parts.append((0, count - parts[0][1]))
         raw = b"".join(os.pread(self._descriptor, 16 * n, CHANGES_HEAD_BYTES + 16 * at) for at, n in parts if n)
-        # What was read may have been overwritten meanwhile.
+        # The records that were read may have been overwritten meanwhile.
         latest = _total_in(os.pread(self._descriptor, _HEAD.size, 0), self._capacity)
         if len(raw) != 16 * count or latest is None or not 0 <= latest - before <= self._capacity:
             return None

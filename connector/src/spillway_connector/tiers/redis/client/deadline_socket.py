@@ -156,7 +156,7 @@ class DeadlineSocket:
         finally:
             self._wake_at_bulk(False)
 
-    # What redis-py calls; everything else that it calls is the plain socket's.
+    # Methods that redis-py calls; everything else that it calls is the plain socket's.
 
     def recv(self, size: int) -> bytes:
         if self.unread:
