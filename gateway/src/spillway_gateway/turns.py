@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class Turns:
-    """The turns of one kind of work, on one event loop. Who came first begins first.
+    """The turns of one kind of work, on one event loop. The work that came first begins first.
 
-    cost_max: of what begins in one iteration, with one piece more than that at most.
+    cost_max: the cost of the work that begins in one iteration; its last piece may exceed it.
     """
 
     def __init__(self, cost_max: int) -> None:
@@ -29,8 +29,8 @@ class Turns:
         return self._spent >= self.cost_max or bool(self._waiting)
 
     def take(self, loop: asyncio.AbstractEventLoop, begin: Callable[[], None], cost: int = 1) -> bool:
-        """Whether work may begin in this iteration. If not, `begin` is called in the one in which it may, unless it
-        leaves before. It must not wait already."""
+        """Return whether the work may begin in this iteration. If not, `begin` is called in the iteration in which
+        it may, unless leave() is called before. It must not wait already."""
         if not self.spent:
             self._spent += cost
             if self._counts or 2 * self._spent < self.cost_max:  # so little may count for a later iteration, too
@@ -45,11 +45,11 @@ class Turns:
         return begins
 
     def leave(self, begin: Callable[[], None]) -> None:
-        """The work is not needed any more, if it waits. Else it would take the place of others, and be kept."""
+        """Forget the work if it still waits: it would take the place of others, and be kept."""
         self._waiting.pop(begin, None)
 
     async def wait(self, cost: int = 1) -> None:
-        """Returns in an iteration in which the work may begin."""
+        """Return in an iteration in which the work may begin."""
         came = asyncio.Event()
         if not self.take(asyncio.get_running_loop(), came.set, cost):
             try:

@@ -7,13 +7,13 @@ there lately, about as much as the one that attained most, and more than a few f
 its tenant.
 
 While others have a prompt to compute, a step computes none of a flood's, up to a few steps in a row; then one step is
-the engine's own, so that the flood does not starve. While no other has one, what remains of a flood to them is the step
-that is under way when their prompt arrives, and with asynchronous scheduling the next one if that is planned. So a step
-of a flood's prompts takes about STEP_TIMES as long as one of very few tokens, by what steps were measured to take.
-While somebody who was there lately has no request in the engine, and so may ask at any time, it is one of very few
-tokens, and the next one is planned when most of its time is over. If others wait for blocks, which no short step gives
-them, prompts of the flood that have begun get full steps, and no other of them begins: it would take the blocks that
-are freed.
+the engine's own, so that the flood does not starve. While no other party has a prompt, only one step of the flood can
+delay the next one that arrives: the step under way, and with asynchronous scheduling the one behind it if that is
+planned. So a step of a flood's prompts takes about STEP_TIMES as long as one of very few tokens, by measured times of
+steps. While a party that was there lately has no request in the engine, and so may ask at any time, the step has very
+few tokens, and the next one is planned when most of its time is over. If others wait for blocks, which no short step
+gives them, prompts of the flood that have begun get full steps, and no other prompt of the flood begins: it would take
+the blocks that are freed.
 
 A step of others' prompts leaves out the flood's requests that decode, too, so that it takes no longer than without the
 flood; never two steps in a row do, and none does if the last such step had no room for others' prompts. All other

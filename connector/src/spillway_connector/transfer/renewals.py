@@ -1,10 +1,10 @@
 """Keeps in a shared tier what clients asked to retain: the engine renews its age again and again until its time.
 
-Every engine's, and every server's, order of eviction is by use in some way, so an entry that is renewed once in
-RENEW_SECONDS is kept from all of them, without a word of it in the store; an engine that dies renews nothing more. The
-bounds are those of plan/holds.py, of what the store has room for, for each engine.
+Every engine and every server evicts by use in some way, so all of them keep an entry that is renewed once in
+RENEW_SECONDS, without a mark in the store. An engine that dies renews nothing any more. The bounds of each engine are
+those of plan/holds.py, applied to what the store has room for.
 
-The scheduler's thread holds, the lookup thread renews.
+The scheduler's thread makes holds, and the lookup thread renews.
 """
 
 from __future__ import annotations

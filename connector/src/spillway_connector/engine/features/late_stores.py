@@ -4,7 +4,7 @@ With eager stores every block is copied to the CPU tier when it has been compute
 CPU tier together hold no more than the larger of them. Here, once the CPU tier is full of what sessions may use again:
 
 - a new chunk is not stored when it is computed but owed: it is stored when the device is about to give its block up,
-  which a block that is used again never does;
+  which never happens to a block that is used again and again;
 - when the CPU tier needs a row, a chunk that the device holds and will keep leaves first, unless the oldest chunks are
   of sessions that are gone (plan/sessions.py); it is owed from then on;
 - the device gives a block up when it comes near the head of the free queue (plan/leaving.py), or, while that queue is
