@@ -3,6 +3,7 @@
     python bench/picker.py [--tokens 200,8000,50000] [--connections 1,64,150] [--rates 400] [--extend] [--seconds 4]
                            [--rounds 1] [--processes 1] [--envoy-threads 1] [--envoy-calls N] [--engine-processes 1]
                            [--cores gateway=0-3,envoy=4-7,engines=8-11,load=12] [--beside NAME=CHECKOUT ...]
+                           [--rows "engines alone,gateway"]
                            [--extension-picker SOURCE] [--only times,trace,restarts] [--tokenizer FOLDER]
                            [--output build/bench/picker.json]
 
@@ -21,8 +22,9 @@ their latencies count from the arrival.
 
 `--processes`: of the gateway. `--envoy-calls`: of one connection to the picker, which is of one gateway process.
 `--cores` pins the named parts; what is not named runs anywhere. `--beside` adds rows with the gateway of another
-checkout of this repository; rows take turns. `--extension-picker` adds one with the Inference Extension's own picker
-(gateway_load/extension_picker.py), whose source this is.
+checkout of this repository; rows take turns. `--rows` measures only the rows with these names, beside the engines
+alone; Envoy is started for the rows that need it. `--extension-picker` adds a row with the Inference Extension's own
+picker (gateway_load/extension_picker.py), whose source this is.
 
 Then two gateways of equal state get one trace of chats, one of them behind Envoy: the engines that each request reaches
 are compared. And a picker's process is ended (SIGTERM), and killed, under load, while Envoy fails open; once more with
@@ -41,7 +43,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -68,6 +70,7 @@ STREAM_EVENTS, EVENT_SECONDS = 20, 0.02  # of answers while a picker is killed
 ALONE, ENVOY, GATEWAY, PICKER = "engines alone", "envoy alone", "gateway", "envoy and picker"
 KEPT = "envoy keeps bodies and asks"
 EXTENSION = "envoy and the extension's picker"
+ROWS = (ALONE, ENVOY, GATEWAY, PICKER, KEPT, EXTENSION)
 OUTPUT = Path("build/bench/picker.json")
 
 
@@ -134,6 +137,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--beside", type=lambda text: text.split("=", 1), action="append", default=[])
     parser.add_argument("--extension-picker", type=Path)
     parser.add_argument("--only", type=lambda text: text.split(","), default=["times", "trace", "restarts"])
+    parser.add_argument("--rows", type=_rows, default=ROWS)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     given = parser.parse_args(arguments)
@@ -143,6 +147,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def _rows(text: str) -> list[str]:
+    found = text.split(",")
+    for name in found:
+        if name not in ROWS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ROWS)}")
+    return found
+
+
+def is_chosen(row: str, names: Collection[str]) -> bool:
+    """Whether a row is measured: its name, without the checkout's behind it, is one of these. That of the engines alone
+    always is, as the others' added times need it."""
+    name = row.partition(", ")[0]
+    return name == ALONE or name in names
 
 
 def _cores(text: str) -> dict[str, set[int]]:
@@ -245,9 +264,11 @@ async def _measure(
                 asks_health=row != EXTENSION,
                 keeps_bodies=row.startswith(KEPT),
             )
-        rows = dict(targets)
+        rows = {row: target for row, target in targets.items() if is_chosen(row, given.rows)}
         with _on_cores(given.cores.get("envoy")):
             for row, config in configs.items():
+                if not is_chosen(row, given.rows):
+                    continue
                 url = await stack.enter_async_context(running_envoy(config, given.envoy_threads))
                 rows[row] = Target([int(url.rpartition(":")[2])], targets[row].cpu_seconds if row in targets else None)
         most = max(given.connections)
