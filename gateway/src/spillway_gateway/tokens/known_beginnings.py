@@ -15,9 +15,9 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-ENTRY_BYTES = 1024  # of the entry, its key and its two objects; measured with tracemalloc on CPython 3.11, rounded up
+ENTRY_BYTES = 1024  # of the entry, its key and its objects; measured with tracemalloc on CPython 3.11, rounded up
 CHARS_MIN = 4096  # shorter texts have few segments
 CHARS_MAX = 4 * 1024 * 1024
 MARK_CHARS = 64  # before a mark
@@ -31,24 +31,32 @@ def _marks() -> Iterator[int]:
 
 
 MARKS = tuple(_marks())
+Piece = TypeVar("Piece", str, bytes)
 _Key = tuple[str, int, str]  # the owner, the mark, and the characters before it
 
 
 class Beginning(NamedTuple):
-    """ids: of text[:end], as little-endian uint32. What is behind `end` changes none of them."""
+    """texts, ids: in pieces, which the next turns share. end: The ids, as little-endian uint32, are of the text up to
+    here, and nothing behind the beginning's text changes them."""
 
-    text: str
+    texts: tuple[str, ...]
+    ids: tuple[bytes, ...]
     end: int
-    ids: bytes
+    key: _Key
+    estimated_bytes: int
 
-    @property
-    def estimated_bytes(self) -> int:
-        """Memory that it takes."""
-        return sys.getsizeof(self.text) + len(self.ids) + ENTRY_BYTES
+    def begins(self, text: str) -> bool:
+        """Whether the text begins like this."""
+        at = 0
+        for piece in self.texts:
+            if not text.startswith(piece, at):
+                return False
+            at += len(piece)
+        return True
 
 
 class KnownBeginnings:
-    """The beginnings of texts; the least recently used ones leave. bytes_max: of all of them."""
+    """The beginnings of texts; the least recently used ones leave. bytes_max: of all of them, each as a whole."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -64,35 +72,52 @@ class KnownBeginnings:
         for at in range(bisect_right(MARKS, len(text)) - 1, -1, -1):
             key = _key(owner, text, MARKS[at])
             found = self._entries.get(key)
-            if found is not None and text.startswith(found.text):
+            if found is not None and found.begins(text):
                 with self._lock:
                     if key in self._entries:
                         self._entries.move_to_end(key)
                 return found
         return None
 
-    def keep(self, owner: str, beginning: Beginning, before: Beginning | None = None) -> None:
-        """Keep a beginning, in the place of the one that it extends.
+    def keep(self, owner: str, text: str, chars: int, ids: bytes, *, end: int, before: Beginning | None = None) -> None:
+        """Keep the beginning of a text, in the place of the one that it extends.
 
         Args:
             owner: The tenant whose text it is.
-            beginning: Not kept if it is shorter than CHARS_MIN or takes more than all may take.
+            text: The text. Nothing is kept of one that has no mark, or takes more than all may take.
+            chars: How much of it is the beginning.
+            ids: Those of the beginning, behind those of `before`.
+            end: Where the last one of them ends in the text.
             before: What find() returned for the text.
         """
-        at = bisect_right(MARKS, len(beginning.text)) - 1
-        if at < 0 or beginning.estimated_bytes > self._bytes_max:
+        at = bisect_right(MARKS, chars) - 1
+        if at < 0:
             return
+        texts, all_ids = ((), ()) if before is None else (before.texts, before.ids)
+        texts = _longer(texts, text[sum(map(len, texts)) : chars])
+        all_ids = _longer(all_ids, ids)
+        size = sum(map(sys.getsizeof, (*texts, *all_ids))) + ENTRY_BYTES
+        if size > self._bytes_max:
+            return
+        key = _key(owner, text, MARKS[at])
         with self._lock:
-            for known in (before, beginning):
-                if known is not None:
-                    mark = MARKS[bisect_right(MARKS, len(known.text)) - 1]
-                    dropped = self._entries.pop(_key(owner, known.text, mark), None)
-                    self.estimated_bytes -= dropped.estimated_bytes if dropped is not None else 0
-            self._entries[_key(owner, beginning.text, MARKS[at])] = beginning
-            self.estimated_bytes += beginning.estimated_bytes
+            for old in (key, key if before is None else before.key):
+                dropped = self._entries.pop(old, None)
+                self.estimated_bytes -= dropped.estimated_bytes if dropped is not None else 0
+            self._entries[key] = Beginning(texts, all_ids, end, key, size)
+            self.estimated_bytes += size
             while self.estimated_bytes > self._bytes_max:
                 _, oldest = self._entries.popitem(last=False)
                 self.estimated_bytes -= oldest.estimated_bytes
+
+
+def _longer(pieces: tuple[Piece, ...], new: Piece) -> tuple[Piece, ...]:
+    """Add a piece at the end. Each piece is twice as long as the next one at least, so there are few, and a turn seldom
+    copies much."""
+    longer = list(pieces)
+    while longer and len(longer[-1]) < 2 * len(new):
+        new = longer.pop() + new
+    return (*longer, new)
 
 
 def _key(owner: str, text: str, mark: int) -> _Key:

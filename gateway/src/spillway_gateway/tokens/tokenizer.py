@@ -138,7 +138,7 @@ class PromptTokenizer:
                 return None
             return self._encode(text, add_special_tokens, owner)
         known = self._beginnings.find(owner, text)
-        begin, ids_before = (known.end, known.ids) if known is not None else (0, b"")
+        begin, ids_before = (known.end, known.ids) if known is not None else (0, ())
         places = self._special_places(text, begin, any_number=not on_loop or len(text) <= INLINE_CHARS_MAX)
         if places is None:
             return None
@@ -155,15 +155,13 @@ class PromptTokenizer:
             self._segments.put(keys[at], ids)
         last = bisect_right(places, len(text) - self._special_chars_max)  # segments before the last place that is kept
         if last >= KEPT_SEGMENTS_MIN or (last and known is not None):
-            ids_before = b"".join([ids_before, *found[:last]])  # type: ignore[list-item]  # none is missing now
-            self._keep_beginning(owner, text, places[last - 1], ids_before, known)
-            found = found[last:]
-        return b"".join([ids_before, *found])  # type: ignore[list-item]
+            self._keep_beginning(owner, text, places[last - 1], b"".join(found[:last]), known)  # type: ignore[arg-type]
+        return b"".join([*ids_before, *found])  # type: ignore[list-item]  # none is missing now
 
     def _keep_beginning(self, owner: str, text: str, end: int, ids: bytes, before: Beginning | None = None) -> None:
         """Keep the ids of text[:end], where a special token begins. With the characters that any special token may
-        take, all texts that begin alike are cut alike before it."""
-        self._beginnings.keep(owner, Beginning(text[: end + self._special_chars_max], end, ids), before)
+        take, all texts that begin alike are cut alike before it. ids: those behind the ids of `before`."""
+        self._beginnings.keep(owner, text, end + self._special_chars_max, ids, end=end, before=before)
 
     def _special_places(self, text: str, begin: int = 0, *, any_number: bool = True) -> list[int] | None:
         """Find where special tokens begin, from `begin` on. Text without their first character is skipped by
