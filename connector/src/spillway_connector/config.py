@@ -234,7 +234,7 @@ def check_node_tier(config: ConnectorConfig, names: Names) -> None:
 
 
 def _in_our_words(prompt_only: object, generated_tokens: object) -> str:
-    """vLLM's own key, for configurations that were written for its connector. Raises ConfigError."""
+    """Translate vLLM's own key, for configurations that were written for its connector. Raises ConfigError."""
     if not isinstance(prompt_only, bool):
         raise ConfigError(f"kv_connector_extra_config: {_PROMPT_ONLY}: {prompt_only!r} given, true or false needed")
     meant = "off" if prompt_only else "on"

@@ -92,7 +92,7 @@ class WatchedMapping:
         return status[_SIZE_AT] == self.size_bytes and status[_BLOCKS_AT] >= self._blocks
 
     def replace(self) -> bool:
-        """Called inside a touch of it. Whether that touch can be made again."""
+        """Map zeros in the place of the cut file, so that the touch can be made again; return whether it can."""
         if not self._touched_where_cut:
             self._touched_where_cut = True
             return bool(_mmap(self.address, self.size_bytes, _READ_WRITE, _OWN_ZEROS_HERE, -1, 0) != _FAILED)

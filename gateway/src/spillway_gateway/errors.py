@@ -152,7 +152,7 @@ class GatewayOverloaded(GatewayError):
 
 
 class NoEngineReady(GatewayError):
-    """No engine of the model can take a request; names the engines and what they answered."""
+    """Error: no engine of the model can take a request; names the engines and what they answered."""
 
     status = 503
     kind = "service_unavailable"

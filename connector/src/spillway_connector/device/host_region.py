@@ -2,7 +2,7 @@
 
 The file in /dev/shm exists only from the first opener until `unlink_name`, which the last opener calls: afterwards
 the memory lives exactly as long as the processes that map it, so a killed engine leaves nothing behind
-(upstream's file survives it: vllm#54002, #57303).
+(vLLM's file survives it: vllm#54002, #57303).
 
 A page lies on the memory node of the process that takes it first. So the opener that makes the file takes none; each
 rank takes those of its own cells (`claim`), then whatever is left (`claim_rest`), before anything touches them.

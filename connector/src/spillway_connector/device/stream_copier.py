@@ -144,10 +144,10 @@ class StreamCopier(abc.ABC):
         return False
 
     def _job_ended(self, job: StreamJob) -> None:  # noqa: B027 - optional
-        """Called when the job has ended: its resources may be used again."""
+        """Take a job's resources back, which may be used again once it has ended."""
 
     def _release(self) -> None:  # noqa: B027 - optional
-        """Called when nothing of this direction runs any more: free what the subclass allocated."""
+        """Free what the subclass allocated; called when nothing of this direction runs any more."""
 
     def _poll(self, event: int, seconds: float, pause_seconds: float) -> bool:
         """`_await_event` by queries, for runtimes that cannot wait for an event with a deadline."""

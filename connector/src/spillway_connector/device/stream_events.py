@@ -8,7 +8,7 @@ from spillway_connector.errors import DeviceCopyError
 
 
 class EventRuntime(Protocol):
-    """Both methods raise DeviceCopyError."""
+    """The events of a device's runtime. Both methods raise DeviceCopyError."""
 
     @property
     def events_are_reusable(self) -> bool: ...

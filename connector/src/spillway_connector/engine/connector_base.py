@@ -81,7 +81,7 @@ class ConnectorBase(OffloadingConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         self._check(self._seams, vllm_config)
-        # Upstream's constructor is left out, because it builds upstream's halves.
+        # vLLM's constructor is left out, because it builds vLLM's halves.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._spec = self._make_spec()
         self._settings = self._spec.settings if isinstance(self._spec, SpecBase) else None
@@ -257,7 +257,7 @@ class ConnectorBase(OffloadingConnector):
             self.connector_worker.wait_for_layer_load(layer_name)
 
     def _note_layout(self, kv_caches: Mapping[str, LayerCache]) -> None:
-        """Called before the caches are registered, which turns them into plain bytes."""
+        """Note how the caches lie, before they are registered, which turns them into plain bytes."""
         if isinstance(self._spec, SpecBase):
             num_blocks = self._kv_cache_config.num_blocks
             self._spec.note_layout(layout_facts(kv_caches, self._vllm_config, num_blocks))

@@ -1,7 +1,7 @@
 """Whether loading a chunk beats computing it again, from rates measured while serving.
 
 A tier that is slower than the device's own prefill makes every hit a loss (vllm#44294: -40.7 % throughput; on one
-H200 upstream's file tier took 4.2 s for what the GPU recomputes in 2.0 s: docs/benchmarks.md). Pure: time is an
+H200 vLLM's file tier took 4.2 s for what the GPU recomputes in 2.0 s: docs/benchmarks.md). Pure: time is an
 argument.
 """
 

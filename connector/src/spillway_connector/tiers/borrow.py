@@ -15,7 +15,7 @@ from spillway_connector.errors import RefusedReason, TierRefused
 
 
 class Borrow(Protocol):
-    """Several threads may use it at once."""
+    """The use of rows by a tier. Several threads may use it at once."""
 
     def begin(self) -> memoryview | None:
         """Return the memory; None: the owner has taken it back for good.

@@ -115,16 +115,16 @@ class Announcements:
             self._say(key, gone=True)
 
     def lost(self, keys: Iterable[bytes]) -> None:
-        """Another process has removed them."""
+        """Note that another process has removed these chunks."""
         self._changed(keys, gone=True)
 
     def gained(self, keys: Iterable[bytes]) -> None:
-        """Another process has stored them."""
+        """Note that another process has stored these chunks."""
         self._changed(keys, gone=False)
 
     def _changed(self, keys: Iterable[bytes], *, gone: bool) -> None:
-        """Another process has changed them, and says so. Its events and this engine's come by two ways: if
-        this engine has said the opposite a short time ago, it says last what is true."""
+        """Note what another process has changed and announces. Its events and this engine's come by two ways:
+        if this engine has said the opposite a short time ago, it says last what is true."""
         now = self._clock()
         said = self._present if gone else self._absent
         contradicted: list[bytes] = []

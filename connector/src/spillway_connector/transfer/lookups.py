@@ -235,7 +235,7 @@ class TierLookups:
         return Answers(found, valid_until)
 
     def _ask_all(self, keys: Sequence[bytes], wait: _Wait, now: float) -> Answers:
-        """No key has an answer: the usual new prompt, without a loop."""
+        """Ask for all keys, if none has an answer: the usual new prompt, without a loop."""
         if wait.expired(now):
             return self._miss(LookupOutcome.EXPIRED)
         asked = self._asked

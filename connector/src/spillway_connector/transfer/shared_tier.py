@@ -312,7 +312,7 @@ class SharedTier:
         return sum(job.open_items for job in self._jobs.stores.values())
 
     def stored_by_others(self, keys: Sequence[bytes]) -> None:
-        """Another part of this process has stored these chunks in the tier."""
+        """Note that another part of this process has stored these chunks in the tier."""
         self._presence.put_many(list(keys), True, self._clock())
         if self._announcements is not None:
             self._announcements.storing(keys)

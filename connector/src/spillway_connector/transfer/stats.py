@@ -138,7 +138,7 @@ class TierStats(Counts):
 
 @dataclass(slots=True)
 class TierCounters(Counts):
-    """Written by the scheduler thread alone, but for :meth:`count_failure`."""
+    """The counters of a tier. Only the scheduler thread writes them, except through :meth:`count_failure`."""
 
     moved: bool = True  # a counter or gauge may have changed; cleared by the reader
     _failure_lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)

@@ -62,7 +62,7 @@ class AnthropicError(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """Further fields are the engine's."""
+    """A model's card; further fields are the engine's."""
 
     id: str
     object: Literal["model"]

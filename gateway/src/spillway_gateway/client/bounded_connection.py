@@ -227,7 +227,8 @@ class BoundedConnection(HttpToolsProtocol):
         return []
 
     def linger(self, transport: asyncio.Transport) -> bool:
-        """Asked before the connection is closed: whether it stays for a while, because its client may still send."""
+        """Return whether the connection stays open for a while instead of being closed, because its client may still
+        send."""
         sends = self._refusal_sent or self._phase is _Phase.BODY
         if self._drops_input or not sends or not self.open_connections.holds(self):
             return False

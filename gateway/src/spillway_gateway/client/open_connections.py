@@ -145,7 +145,7 @@ class OpenConnections:
             self._idle_of.setdefault(address, {})[connection] = None
 
     def tick(self, now: float) -> None:
-        """Called several times a second."""
+        """Check a share of the connections; called several times a second."""
         if now >= self._check_at:
             self._check_at = now + CHECK_SECONDS
             if not self._unchecked:

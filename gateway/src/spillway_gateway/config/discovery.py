@@ -70,7 +70,7 @@ class DnsDiscovery(CamelSection, frozen=True):
 
 
 class DiscoveryConfig(CamelSection, frozen=True):
-    """Exactly one of the two."""
+    """A source of engines: exactly one of the two."""
 
     kubernetes: KubernetesDiscovery | None = None
     dns: DnsDiscovery | None = None

@@ -310,7 +310,7 @@ def _check(config: GatewayConfig) -> None:
 
 
 def _check_auth(auth: AuthConfig) -> None:
-    """Half of an `auth` section is refused: each of its settings rests on the keys that clients are asked for."""
+    """Refuse half of an `auth` section: each of its settings rests on the keys that clients are asked for."""
     if (auth.keys_file is None) != (auth.salt_secret_file is None):
         raise ConfigError("auth: one of keysFile and saltSecretFile given; set both, or neither")
     if auth.keys_file is None:

@@ -119,8 +119,8 @@ class BlockHolders:
                 most.drop_oldest_tombstone()
 
     def evict(self) -> None:
-        """Called after each step, which adds STEP_BLOCKS at most. If more than that lies above the bound, because a
-        smaller bound was configured, it is evicted over further steps."""
+        """Evict blocks above the bound, after each step, which adds STEP_BLOCKS at most. If more than that lies above
+        the bound, because a smaller bound was configured, it is evicted over further steps."""
         blocks_bytes_max = self.bytes_max - self.bytes_max // EXPECTED_SHARE - self.waiting_bytes
         evicted = 0
         while self.table.entries and self.blocks_bytes > blocks_bytes_max and evicted < EVICTIONS_MAX:

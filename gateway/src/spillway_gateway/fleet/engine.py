@@ -56,10 +56,10 @@ class EngineRequest(Protocol):
     """A request that was sent to an engine."""
 
     def engine_went_down(self, engine: Engine) -> None:
-        """Called on all requests when the engine answers no polls: another engine could take over."""
+        """Note that the engine answers no polls: another engine could take over. Called on all requests."""
 
     def engine_ends(self, engine: Engine) -> None:
-        """Called on all requests when the engine's time is over."""
+        """Note that the engine's time is over. Called on all requests."""
 
 
 class Engine:

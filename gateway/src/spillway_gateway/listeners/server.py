@@ -246,7 +246,7 @@ class GatewayServer(uvicorn.Server):
         self._on_signal()
 
     def begin_shutdown(self) -> None:
-        """First call: drain. Second call: end now."""
+        """Drain at the first call, and end now at the second."""
         if self._drain is None:
             self.drain()
         else:

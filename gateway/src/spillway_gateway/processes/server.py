@@ -211,7 +211,7 @@ class RouterServer:
                 loop.remove_signal_handler(number)
 
     def begin_shutdown(self) -> None:
-        """First call: drain. Second call: end now."""
+        """Drain at the first call, and end now at the second."""
         self._signals += 1
         self.gateway.lifecycle.drain()
         self._first_signal.set()

@@ -93,7 +93,7 @@ class RequestTrace(Protocol):
 
 @dataclass(slots=True)
 class UpstreamServices:
-    """Shared by all requests of a process.
+    """Services that all requests of a process share.
 
     running: the requests in progress, which a shutdown may end. kept: token ids of answers that may be continued.
     ends: turns of waits that end from outside.

@@ -98,7 +98,7 @@ class ConnectionPool:
         return connection
 
     async def _tls_context(self) -> ssl.SSLContext:
-        """Shared by all connections, and loaded in a thread; connects that wait for it share the load."""
+        """Load the TLS context that all connections share, in a thread; connects that wait for it share the load."""
         now = self._clock()
         failed = self._tls is not None and self._tls.done() and (self._tls.cancelled() or self._tls.exception())
         if self._tls is None or failed or now - self._tls_since >= TLS_CONTEXT_SECONDS:

@@ -42,7 +42,7 @@ class RetryBudget:
         self._available = float(limits().retry_burst)
 
     def earn(self) -> None:
-        """Called once for each request."""
+        """Earn a request's share of a retry; called once for each request."""
         limits = self._limits()
         self._available = min(limits.retry_burst, self._available + limits.retry_ratio)
 

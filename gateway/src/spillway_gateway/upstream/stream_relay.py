@@ -134,7 +134,7 @@ class StreamRelay:
         del self._reply
 
     def reset(self) -> None:
-        """Another attempt has a reply."""
+        """Begin again, because another attempt has a reply."""
         self._framer = None
         self._complete = self._end_is_open = False
 

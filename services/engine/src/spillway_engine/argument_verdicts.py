@@ -59,7 +59,7 @@ class ArgumentVerdictError(Exception):
 
 
 class _Refused(Exception):
-    """Raised in place of argparse's exit; its context is the ArgumentError, if there is one."""
+    """Error in place of argparse's exit; its context is the ArgumentError, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class ReadinessMiddleware:
         return self._requests.begun != begun or self._reason is not None
 
     async def _settle_when_idle(self) -> None:
-        """Called once for each time that the engine becomes idle."""
+        """Let the engine settle; called once for each time that it becomes idle."""
         settled_at = 0  # how many requests had begun
         while self._reason is None:
             begun = self._requests.begun

@@ -55,7 +55,7 @@ class LeaderLines:
         return found
 
     def look(self) -> None:
-        """Called once in BEAT_SECONDS, or later: ends the lines that are silent.
+        """End the lines that are silent; called once in BEAT_SECONDS, or later.
 
         It counts its calls, not the time, so a leader that was held up itself takes no pod for lost.
         """

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class CudaTransport:
-    """Opened once in a worker; it closes itself when its last copier is closed."""
+    """The CUDA transport of a worker, opened once; it closes itself when its last copier is closed."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from spillway_connector.device.stream_copier import CopyLimits
 
 
 class NpuTransport:
-    """Opened once in a worker; it closes itself when its last copier is closed."""
+    """The NPU transport of a worker, opened once; it closes itself when its last copier is closed."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from spillway_connector.engine.cpu_tier.tier import CpuTier
 
 
 class ArcRows(CpuTier, CPUOffloadingManager):
-    """Upstream's ARC, with the two sets beside it; what clients asked to retain leaves last."""
+    """vLLM's ARC, with the two sets beside it; what clients asked to retain leaves last."""
 
     def __init__(self, num_rows: int, region: HostRegion, *, enable_events: bool = False) -> None:
         CPUOffloadingManager.__init__(self, num_rows, cache_policy="arc", enable_events=enable_events)
@@ -29,7 +29,7 @@ class ArcRows(CpuTier, CPUOffloadingManager):
 
     @abstractmethod
     def _row_of(self, status: Any) -> int:
-        """status: what upstream's policy keeps of a chunk."""
+        """status: what vLLM's policy keeps of a chunk."""
 
     def _held(self) -> AbstractSet[OffloadKey]:
         self._holds.expire(self._clock())

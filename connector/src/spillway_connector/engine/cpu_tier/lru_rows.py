@@ -1,6 +1,6 @@
 """Rows of the CPU tier that leave in the order of their last use, whole prefixes at once.
 
-What this decides (order of rows and of eviction, refusals) is upstream's LRU, and a test holds the two against each
+What this decides (order of rows and of eviction, refusals) is vLLM's LRU, and a test holds the two against each
 other, until sessions, waiting requests or holds choose another chunk (plan/retention.py, plan/waiting.py,
 plan/holds.py).
 """
@@ -34,7 +34,7 @@ _FIRST_LOOK = 8  # chunks, of an eviction and of a session; most need few
 
 class LruRows(CpuTier):
     """Evicts the least recently used ready chunk that no job reads, no waiting request needs and no client asked to
-    retain; its session may choose another chunk in its place (plan/retention.py). Upstream's policies do none of
+    retain; its session may choose another chunk in its place (plan/retention.py). vLLM's policies do none of
     this."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """The CPU tier as the tiering manager sees it: which chunk is in which row, for whole prefixes at once.
 
-Upstream's manager keeps one object per row and walks them in Python, several times per request and step. Here a row is
+vLLM's manager keeps one object per row and walks them in Python, several times per request and step. Here a row is
 a number, a pin an entry of a dict, and "which of these are ready" one set operation. The room of a generation of vLLM
 completes these classes: answers of a lookup, media of events.
 """

@@ -27,7 +27,8 @@ def metric_of(key: str) -> tuple[Metric, tuple[str, ...]]:
 
 
 class SampledStats:
-    """Mixed into vLLM's statistics of a connector: a counter delta, or the value of a gauge, by :func:`sample_key`."""
+    """Samples that are mixed into vLLM's statistics of a connector: a counter delta, or the value of a gauge, by
+    :func:`sample_key`."""
 
     data: dict[str, Any]  # vLLM's
 

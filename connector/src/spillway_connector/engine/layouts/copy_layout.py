@@ -16,7 +16,7 @@ from spillway_connector.plan.geometry import ChunkGeometry
 
 def copy_layout(kv_caches: CanonicalKVCaches, region: HostRegion, geometry: ChunkGeometry, rank: int) -> CopyLayout:
     """A cell holds the canonical tensors one after another, each as `blocks_per_chunk` whole pages, in the order in
-    which vLLM registered them: the layout upstream's tiers use, so that files of both can be compared. Caches with
+    which vLLM registered them: the layout vLLM's tiers use, so that files of both can be compared. Caches with
     places of their own (PlacedKVCaches) lie there. If a cell is smaller than that, which group_block_bytes() decides,
     each group fills it from its start.
 

@@ -251,7 +251,7 @@ class TieringManager(PrefixLookupManager):
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        """Upstream's contract (rows, pinned), except that not all chunks need be ready: then PendingRows, unpinned."""
+        """vLLM's contract (rows, pinned), except that not all chunks need be ready: then PendingRows, unpinned."""
         self._maybe_process_finished_jobs()
         pending = self.loads_begin_early and not self.primary_tier.ready.issuperset(keys)
         if logger.isEnabledFor(logging.DEBUG):

@@ -236,7 +236,7 @@ class AdapterListener(Protocol):
     adapters: AdapterRegistry
 
     def adapter_loading(self, request: LoRARequest) -> AbstractContextManager[None]:
-        """Entered before the workers load an adapter and left afterwards, on the scheduler's thread, between steps."""
+        """Surround the load of an adapter by the workers, on the scheduler's thread, between steps."""
         ...
 
 

@@ -70,7 +70,7 @@ class WeightsListener(Protocol):
     """A connector that is called before a change of weights."""
 
     def weights_changing(self, cause: str) -> None:
-        """Called before the change, on the scheduler's thread, between steps. `cause`: the RPC's name."""
+        """Prepare for a change of the weights, on the scheduler's thread, between steps. `cause`: the RPC's name."""
         ...
 
 

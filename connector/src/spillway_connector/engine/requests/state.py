@@ -27,9 +27,9 @@ Prefix = PrefixAnswer[OffloadKey, TierState]
 
 
 class RequestFields(RequestOffloadState):
-    """Upstream's state of a request, with keys that carry the adapter's identity.
+    """vLLM's state of a request, with keys that carry the adapter's identity.
 
-    Upstream derives a chunk's key from vLLM's block hash alone, in a loop over all blocks; this class appends only the
+    vLLM derives a chunk's key from its block hash alone, in a loop over all blocks; this class appends only the
     new keys, and the keys of a LoRA request end with the digest of the adapter's files. Scheduler thread.
     """
 
@@ -80,7 +80,7 @@ class RequestFields(RequestOffloadState):
 
     @override
     def update_offload_keys(self) -> None:
-        """Upstream's contract: append the keys of blocks whose hashes are new."""
+        """vLLM's contract: append the keys of blocks whose hashes are new."""
         adapter_key = b""
         if not self.has_adapter:
             if (len(self.req.block_hashes), len(self.group_states[0].offload_keys)) == self._known_counts:

@@ -56,7 +56,7 @@ _TOUCH_SECONDS = 1.0  # between two renewals of a request's chunks in the CPU ti
 
 
 class SchedulerHalf(ResettableHalf):
-    """Overrides upstream's scheduler half. EngineCore process, scheduler thread; no method blocks.
+    """vLLM's scheduler half with methods replaced. EngineCore process, scheduler thread; no method blocks.
 
     Every override keeps the contract of vLLM's KVConnectorBase_V1 unless its docstring names a difference.
     """
@@ -213,9 +213,9 @@ class SchedulerHalf(ResettableHalf):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
     ) -> tuple[int | None, bool]:
-        """Upstream's contract: (tokens that can be loaded behind those computed, or None: ask again; asynchronously).
+        """vLLM's contract: (tokens that can be loaded behind those computed, or None: ask again; asynchronously).
 
-        Unlike upstream, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
+        Unlike in vLLM, nothing is offered to a request that asked to skip the prefix cache, whose adapter's digest is
         unknown, or whose load has failed before; and while a waiting request's answer is current it is not looked up.
         """
         meetings = self.meetings
@@ -272,7 +272,7 @@ class SchedulerHalf(ResettableHalf):
         if request.request_id in self._recompute_only:
             return 0, False
         if status.transfer_jobs:
-            # A preempted request is scheduled again while its stores still read its old blocks; upstream asserts that
+            # A preempted request is scheduled again while its stores still read its old blocks; vLLM asserts that
             # a request never has a load and a store at once. The flush of its preemption ends the stores this step.
             return None, False
         if status.prefix is not None:
@@ -290,9 +290,9 @@ class SchedulerHalf(ResettableHalf):
 
     @override
     def _lookup(self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None) -> int | None:
-        """Upstream's contract: tokens that can be loaded behind those computed; None: ask again.
+        """vLLM's contract: tokens that can be loaded behind those computed; None: ask again.
 
-        Models with one KV group need one lookup of a prefix; with several, upstream's search over the groups calls
+        Models with one KV group need one lookup of a prefix; with several, vLLM's search over the groups calls
         `_maximal_prefix_lookup` for each.
         """
         if self._only_last_chunk_missing(req_status):
@@ -344,7 +344,7 @@ class SchedulerHalf(ResettableHalf):
 
     @override
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Upstream's contract; a load whose chunks are not all ready becomes an EarlyLoad instead of a job's spec."""
+        """vLLM's contract; a load whose chunks are not all ready becomes an EarlyLoad instead of a job's spec."""
         if (prefix := self._req_status[request.request_id].prefix) is not None:
             prefix.matched = None
         written, self._current_batch_allocated_block_ids = self._current_batch_allocated_block_ids, set()
@@ -398,7 +398,7 @@ class SchedulerHalf(ResettableHalf):
 
     @override
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
-        """Upstream's contract, except that only stores of blocks that this step writes to are flushed."""
+        """vLLM's contract, except that only stores of blocks that this step writes to are flushed."""
         narrow = self._one_prefix and bool(self._block_id_to_pending_jobs)
         loaded = set(self._current_batch_allocated_block_ids) if narrow else set()
         super()._update_req_states(scheduler_output)
@@ -412,7 +412,7 @@ class SchedulerHalf(ResettableHalf):
 
     @override
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Upstream's contract, but a failed store is not published, and a failed load's request never loads again."""
+        """vLLM's contract, but a failed store is not published, and a failed load's request never loads again."""
         self._prefill_timer.end_step(time.monotonic())
         if invalid := connector_output.invalid_block_ids:
             suspect = holds_any(invalid)
@@ -442,7 +442,7 @@ class SchedulerHalf(ResettableHalf):
                     continue
                 self._failed_jobs.discard(job_id)
                 if status is not None and status.is_store:
-                    # Upstream completes every store as successful, so the manager is informed first.
+                    # vLLM completes every store as successful, so the manager is informed first.
                     self.manager.fail_store(status.keys)
                 elif status is not None:  # else a reset has dropped it
                     state = self._req_status.get(status.req_id)
@@ -479,12 +479,13 @@ class SchedulerHalf(ResettableHalf):
         return super().request_finished(request)
 
     def fail_stores_of_replaced_adapters(self) -> None:
-        """Other weights were loaded under an adapter's id: its stores under way may hold KV computed with them."""
+        """Fail stores that may hold KV computed with other weights, because they were loaded under the id of a store's
+        adapter."""
         fail_stores(self, has_replaced_adapter)
 
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Upstream's contract, but keys are cut to vLLM's block hashes, and what engines share is announced too."""
+        """vLLM's contract, but keys are cut to vLLM's block hashes, and what engines share is announced too."""
         size = self._hash_bytes
         for event in super().take_events():
             if isinstance(event, BlockStored | BlockRemoved):

@@ -148,7 +148,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
         return not self._weights_changed
 
     def _device_was_reset(self) -> None:
-        """No request holds a block any more that was computed before, or hits one from now on."""
+        """Note that no request holds a block any more that was computed before, or hits one from now on."""
         if self.late_stores is not None:
             self.late_stores.device_was_reset()
         if self._device_is_stale:
@@ -177,7 +177,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
 
     @override
     def reset_cache(self) -> None:
-        """Upstream's contract: drop every chunk and job. Workers finish their copies in their next step; the rows of a
+        """vLLM's contract: drop every chunk and job. Workers finish their copies in their next step; the rows of a
         job are released when all ranks have reported it."""
         for job_id, job in self._jobs.items():
             rows = self.manager.primary_tier.rows_of(job.keys)
@@ -185,7 +185,7 @@ class ResettableHalf(OffloadingConnectorScheduler):
         if self.late_stores is not None:
             for job_id, ranks_pending, keys in self.late_stores.tier_resetting():
                 self._reset_jobs[job_id] = ResetJob(ranks_pending, self.manager.primary_tier.rows_of(keys))
-        # Upstream asserts that there are none; those of an earlier reset wait here for the next step.
+        # vLLM asserts that there are none; those of an earlier reset wait here for the next step.
         jobs_to_flush, self._current_batch_jobs_to_flush = self._current_batch_jobs_to_flush, set()
         super().reset_cache()
         self._current_batch_jobs_to_flush |= jobs_to_flush

@@ -2,7 +2,7 @@
 
 Such a load differs from vLLM's asynchronous ones in what it is to the scheduler: its request runs in the same step and
 may have stores under way beside it, its blocks are in the device's prefix cache from the start, and no request waits
-for its end. So it is not among upstream's jobs; it only pins rows of the CPU tier.
+for its end. So it is not among vLLM's jobs; it only pins rows of the CPU tier.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class StepLoadingHalf(SchedulerHalf):
         if not within or not num_external_tokens:
             super().update_state_after_alloc(request, blocks, num_external_tokens)
             return
-        # Upstream's method is not called: it looks for the first block that is not in the device's prefix cache, and
+        # vLLM's method is not called: it looks for the first block that is not in the device's prefix cache, and
         # vLLM has entered those of a load within the step already.
         status = self._req_status[request.request_id]
         if status.prefix is not None:

@@ -19,7 +19,7 @@ def fail_stores(half: Any, is_suspect: IsSuspect) -> None:
 
 
 def has_replaced_adapter(request: RequestFields) -> bool:
-    """Other weights were loaded under its adapter's id."""
+    """Whether other weights were loaded under its adapter's id."""
     return request.adapter is not None and not request.adapter.current
 
 

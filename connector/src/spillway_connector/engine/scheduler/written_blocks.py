@@ -1,7 +1,7 @@
 """Device blocks that a step writes to, and the number that the next one may take.
 
 A store that still reads a block must end before a step writes to that block, and only then.
-Upstream takes all blocks of a request that is new in a step for newly allocated ones, those of a hit in the device's
+vLLM takes all blocks of a request that is new in a step for newly allocated ones, those of a hit in the device's
 prefix cache included. A request whose prefix was computed just before would wait until all of it has been copied to the
 CPU tier, before its own forward pass, which only reads it.
 """

@@ -41,7 +41,7 @@ class RequestState(RequestFields):
 
 
 class ShortenedRequest(NamedTuple):
-    """The part of a request that upstream's search over the KV groups reads."""
+    """The part of a request that vLLM's search over the KV groups reads."""
 
     request_id: str
     num_tokens: int
@@ -80,7 +80,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def _unread(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return 0, False  # upstream would offer a load, which vLLM 0.23 would run
+        return 0, False  # vLLM's half would offer a load, which 0.23 would run
 
     @override
     def _ask(
@@ -93,7 +93,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def _look_up_groups(self, req_status: RequestFields, max_num_new_tokens: int | None) -> int | None:
-        """Upstream's search over the KV groups.
+        """vLLM's search over the KV groups.
 
         vLLM computes at least the last token. Attention can do that behind a whole block; a Mamba state cannot be
         rewound by one token, so for models with states a load ends at the last block boundary before it.
@@ -153,7 +153,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
     @override
     def reset_cache(self) -> None:
         super().reset_cache()
-        # Upstream drops its jobs but not the requests' references to them: a finished request would never be removed, a
+        # vLLM drops its jobs but not the requests' references to them: a finished request would never be removed, a
         # preempted one never scheduled again.
         for request_id, status in list(self._req_status.items()):
             status.transfer_jobs.clear()

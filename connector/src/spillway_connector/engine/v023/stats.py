@@ -22,7 +22,7 @@ class SpillwayStats(SampledStats, OffloadingConnectorStats):
 
     @override
     def record_transfer(self, num_bytes: int, time: float, transfer_type: tuple[str, str]) -> None:
-        # Plain data from the start: upstream's records only become that when stats cross a process boundary, and
+        # Plain data from the start: vLLM's records only become that when stats cross a process boundary, and
         # its own observer refuses them when they do not (an engine inside the API server's process).
         self.data.setdefault("_to_".join(transfer_type), []).append({"op_size": num_bytes, "op_time": time})
 

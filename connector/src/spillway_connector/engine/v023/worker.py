@@ -38,7 +38,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
-        """Upstream's contract, and the layouts of vLLM-Ascend, which upstream refuses.
+        """vLLM's contract, and the layouts of vLLM-Ascend, which vLLM refuses.
 
         Raises ConfigError naming the layer whose layout cannot be copied block by block.
         """
@@ -54,7 +54,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        """Upstream's contract: blocks until the jobs to flush no longer touch device blocks; here pieces as well."""
+        """vLLM's contract: blocks until the jobs to flush no longer touch device blocks; here pieces as well."""
         self._jobs.submit_stores()
         if kv_connector_metadata.jobs_to_flush:
             self.worker.wait(self._jobs.copies_of(set(kv_connector_metadata.jobs_to_flush)))
@@ -66,7 +66,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def _load(self, job_id: int, host: LoadStoreSpec, device: GPULoadStoreSpec) -> Submit:
-        # False if the handler raised: upstream's worker logs the exception.
+        # False if the handler raised: vLLM's worker logs the exception.
         return lambda: bool(self.worker.transfer_async(job_id, (host, device)))
 
     @override
@@ -83,9 +83,9 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Upstream's contract: (requests done sending: never any, requests whose load has ended).
+        """vLLM's contract: (requests done sending: never any, requests whose load has ended).
 
-        Upstream asserts that copies succeed; here failed loads count as ended, with their blocks marked invalid.
+        vLLM asserts that copies succeed; here failed loads count as ended, with their blocks marked invalid.
         """
         self._end_forward()
         results = self._ended_copies()
@@ -99,7 +99,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """Upstream's contract: the report of this step, or None; here with failed jobs and loaded adapters."""
+        """vLLM's contract: the report of this step, or None; here with failed jobs and loaded adapters."""
         adapters, report = self._adapter_loads.take(), self._jobs.take_report()
         if not report.completed and not report.failed and not adapters:
             return None
@@ -113,7 +113,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def get_kv_connector_stats(self) -> SpillwayStats:
-        """Upstream returns None if nothing was copied; vLLM then drops the scheduler's statistics, so here never."""
+        """Always return statistics: if workers have none, vLLM drops the scheduler's, too."""
         stats, self.kv_connector_stats = self.kv_connector_stats, SpillwayStats()
         assert isinstance(stats, SpillwayStats)
         stats.merge(self._take_samples().samples())

@@ -32,7 +32,7 @@ class SpillwayConnector(ConnectorBase):
     """vLLM's offloading connector with Spillway's scheduler half (EngineCore process) or worker half (each rank).
 
     Methods without a docstring keep the contract of KVConnectorBase_V1 and delegate to that half. What is not here is
-    upstream's: the required layout (LBHNC), `requires_kv_delivery` (no: a lost store is a later miss), the sources of
+    vLLM's: the required layout (LBHNC), `requires_kv_delivery` (no: a lost store is a later miss), the sources of
     hits, and pending work, for which the engine keeps stepping.
     """
 
@@ -41,8 +41,8 @@ class SpillwayConnector(ConnectorBase):
     @override
     def _make_spec(self) -> OffloadingSpec:
         config = build_offloading_config(self._vllm_config, self._kv_cache_config)
-        self._canonical_layout = config.canonical_layout  # which upstream's methods read
-        if config.parallel.pp_size > 1:  # upstream's workers would each store a copy
+        self._canonical_layout = config.canonical_layout  # which vLLM's methods read
+        if config.parallel.pp_size > 1:  # vLLM's workers would each store a copy
             same = ranks_hold_the_same(self._vllm_config, self._kv_cache_config)
             config = replace(config, replicated_layout=same)
         if is_packed(self._kv_cache_config) and issubclass(

@@ -79,7 +79,7 @@ class ArcCpuTier(_CpuEvents, ArcRows):
     def _drop_all(self) -> int:
         rows = int(self._num_allocated_chunks)
         CPUOffloadingManager.reset_cache(self)
-        self._num_allocated_chunks = rows  # upstream begins again from row 0, jobs under way or not
+        self._num_allocated_chunks = rows  # vLLM begins again from row 0, jobs under way or not
         self._resident.clear()
         return rows
 

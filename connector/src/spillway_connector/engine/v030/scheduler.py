@@ -86,7 +86,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
             one_prefix=len(groups) == 1
             and not self._sliding_window_groups
             and not groups[0].is_eagle_group
-            # Events that describe themselves are recorded in upstream's search.
+            # Events that describe themselves are recorded in vLLM's search.
             and not self._events_tracker.self_describing_enabled,
             loading=self._chunks_being_loaded,
             chooses_windows=self._chooses_windows(),
@@ -118,7 +118,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def _unread(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._ask(request, num_computed_tokens, None)  # upstream keeps the request's state, and offers nothing
+        return self._ask(request, num_computed_tokens, None)  # vLLM keeps the request's state, and offers nothing
 
     @override
     def _ask(
@@ -133,10 +133,10 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def _look_up_groups(self, req_status: RequestFields, max_num_new_tokens: int | None) -> int | None:
-        """Upstream's search over the KV groups.
+        """vLLM's search over the KV groups.
 
         vLLM computes at least the last token. Attention can do that behind a whole block; a Mamba state cannot be
-        rewound by one token, so for models with states a load ends at the last block boundary before it. Upstream sees
+        rewound by one token, so for models with states a load ends at the last block boundary before it. vLLM sees
         to that in one of its modes of Mamba caches.
         """
         if self._rewinds_no_state:
@@ -166,7 +166,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
     def _make_boundary_key(
         self, request: Request, group_idx: int, boundary_tokens: int, req_context: ReqContext | None = None
     ) -> OffloadKey:
-        """Upstream's contract, with the adapter's identity in the key, as in those of whole chunks."""
+        """vLLM's contract, with the adapter's identity in the key, as in those of whole chunks."""
         status = self._req_status[request.request_id]
         assert isinstance(status, RequestFields)
         adapter_key = (status.adapter.key or b"") if status.adapter is not None else b""
@@ -175,7 +175,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def _build_partial_tail_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
-        """Upstream's contract with two differences: a bound of 0 tokens counts as a bound (nothing of the request may
+        """vLLM's contract with two differences: a bound of 0 tokens counts as a bound (nothing of the request may
         be stored), and states with which no prefix ends are left out."""
         state = scheduler_output.kv_connector_block_state
         handoffs = (state.boundary_state_offloads if state else None) or {}
@@ -204,10 +204,10 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Upstream's contract, also if a request is preempted and loads in one step.
+        """vLLM's contract, also if a request is preempted and loads in one step.
 
         A reset preempts requests between two steps, so the next one may begin a load for one of them and report it as
-        preempted as well. Upstream flushes the jobs of such requests and asserts that they are stores.
+        preempted as well. vLLM flushes the jobs of such requests and asserts that they are stores.
         """
         preempted = scheduler_output.preempted_req_ids
         if preempted and (loading := {one for one in preempted if self._loads(one)}):
@@ -247,7 +247,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Upstream's contract, except that keys are cut to vLLM's block hashes, which upstream may make numbers of, and
+        """vLLM's contract, except that keys are cut to vLLM's block hashes, which vLLM may make numbers of, and
         that the contents of shared tiers and of the node's rows are announced too."""
         events = self._events_tracker.take_events(map(self._cut_keys, self.manager.take_events()))
         if self.manager.primary_tier.news is not None:
@@ -268,7 +268,7 @@ class SpillwayConnectorScheduler(SchedulerHalf):
 
     @override
     def has_pending_push_work(self) -> bool:
-        """Upstream's contract: the engine steps on until all copies under way have been reported, including copies from
+        """vLLM's contract: the engine steps on until all copies under way have been reported, including copies from
         before a reset, and while there is work without requests."""
         late = self.late_stores is not None and self.late_stores.under_way
         return late or bool(self._reset_jobs) or super().has_pending_push_work() or self.without_requests.wanted

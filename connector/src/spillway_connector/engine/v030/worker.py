@@ -43,7 +43,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Upstream's contract, for more layouts: several tensors a layer, pages with padding, blocks of all layers.
+        """vLLM's contract, for more layouts: several tensors a layer, pages with padding, blocks of all layers.
 
         Raises ConfigError naming the layer whose layout cannot be copied block by block.
         """
@@ -54,9 +54,9 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
-        """Upstream's contract, before the step's forward pass: blocks until the jobs to flush touch no device block.
+        """vLLM's contract, before the step's forward pass: blocks until the jobs to flush touch no device block.
 
-        Stores that come with the same metadata are submitted before these. Here loads begin, too: upstream begins them
+        Stores that come with the same metadata are submitted before these. Here loads begin, too: vLLM begins them
         behind the forward pass, and then they wait for it.
         """
         flush = kv_connector_metadata.jobs_to_flush or set()
@@ -98,7 +98,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Upstream's contract: (requests done sending: never any, requests whose load has ended)."""
+        """vLLM's contract: (requests done sending: never any, requests whose load has ended)."""
         return set(), self._finish().requests
 
     def _finish(self) -> Received:
@@ -120,7 +120,7 @@ class SpillwayConnectorWorker(WorkerHalf):
 
     @override
     def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
-        """Upstream's contract: the report of this step, or None; here with failed jobs, loaded adapters and samples."""
+        """vLLM's contract: the report of this step, or None; here with failed jobs, loaded adapters and samples."""
         adapters, report = self._adapter_loads.take(), self._jobs.take_report()
         samples = self._take_samples()
         state = device_state(getattr(self.spec, "transport", None)).samples()

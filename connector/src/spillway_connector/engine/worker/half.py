@@ -30,9 +30,9 @@ _POLL_SECONDS = 0.0002
 
 
 class WorkerHalf(OffloadingConnectorWorker):
-    """Overrides upstream's worker half. Each rank's process, model-runner thread.
+    """vLLM's worker half with methods replaced. Each rank's process, model-runner thread.
 
-    Upstream asserts that every submit and every copy succeeds, and a failed assert ends the engine.
+    vLLM asserts that every submit and every copy succeeds, and a failed assert ends the engine.
     """
 
     _awaits_copies = False
@@ -45,7 +45,7 @@ class WorkerHalf(OffloadingConnectorWorker):
         self._layerwise: LayerwiseLoads | None = None  # if a step may read what it loads
 
     def _load_layers_with(self, loader: LayerLoader | None) -> None:
-        """Called once the caches are registered."""
+        """Load layer by layer with this loader, if it knows the layers; called once the caches are registered."""
         if loader is not None and loader.layers is not None:
             self._layerwise = LayerwiseLoads(loader, self._jobs)
 
@@ -82,7 +82,7 @@ class WorkerHalf(OffloadingConnectorWorker):
 
     @override
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Upstream's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
+        """vLLM's contract, except that a load that cannot be submitted is reported as failed, not asserted on."""
         self._jobs.submit_stores()
         self._start_loads(metadata)
         self._awaits_copies = isinstance(metadata, SpillwayConnectorMetadata) and metadata.awaits_copies
@@ -98,7 +98,7 @@ class WorkerHalf(OffloadingConnectorWorker):
             self._layerwise.wait_for_layer(layer_name)
 
     def _end_forward(self) -> None:
-        """Called before ended copies are processed."""
+        """End the loads of the forward's step, before ended copies are processed."""
         if self._layerwise is not None:
             self._layerwise.end_step()
 
@@ -119,7 +119,7 @@ class WorkerHalf(OffloadingConnectorWorker):
 
     @override
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Upstream's contract: queue the step's stores, for the start of the next one, behind what sampling copies."""
+        """vLLM's contract: queue the step's stores, for the start of the next one, behind what sampling copies."""
         store_jobs, metadata.store_jobs = metadata.store_jobs, {}  # taken out, as loads are
         for job_id, job in store_jobs.items():
             self._jobs.queue_store(job_id, self._sides_of(job))

@@ -109,7 +109,7 @@ class LayerwiseLoads:
         return True
 
     def wait_for_layer(self, layer: str) -> None:
-        """Called before the attention of a layer, on the thread and stream that it runs on."""
+        """Wait before the attention of a layer, on the thread and stream that it runs on."""
         group = self._group_of.get(layer)
         if group is not None:
             self._hold(group)
@@ -117,7 +117,7 @@ class LayerwiseLoads:
             self._hold_all()
 
     def end_step(self) -> None:
-        """Called after the forward, before ended jobs are processed."""
+        """End the step's loads, after the forward and before ended jobs are processed."""
         missed = [group for group, copies in enumerate(self._copies) if copies and group not in self._held]
         for group in missed:
             self._hold(group)

@@ -16,7 +16,7 @@ PRESSURE_SECONDS = 30.0  # how long one refusal or eviction counts
 
 
 class Pressure:
-    """Used by several threads at once."""
+    """Memory pressure of the servers. Several threads may use it at once."""
 
     def __init__(self, router: RedisRouter, clock: Clock) -> None:
         self._router = router

@@ -45,7 +45,7 @@ Command = tuple[bytes, ...]
 
 
 class TenantQuotas:
-    """Used by several threads at once. Blocks without a tenant are not counted.
+    """Quotas of all tenants. Several threads may use them at once. Blocks without a tenant are not counted.
 
     block_bytes: of one block with its headers. max_bytes: what each tenant may hold in one namespace.
     Raises ConfigError if not even one block fits.

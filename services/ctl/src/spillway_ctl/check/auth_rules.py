@@ -27,7 +27,7 @@ def auth_findings(release: Release) -> Iterator[Finding]:
 
 
 def _secrets(release: Release) -> Iterator[Finding]:
-    """Half of the block would be no authentication at all."""
+    """Refuse half of the block, which would be no authentication at all."""
     auth = release.values.gateway.auth
     keys, salt, engine_key = auth.keys_secret.name, auth.salt_secret.name, auth.engine_key_secret.name
     if keys and not salt:

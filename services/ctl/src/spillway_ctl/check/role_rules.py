@@ -109,7 +109,7 @@ def _answering_producers(groups: list[Group]) -> Iterator[Finding]:
 
 
 def _connector(group: Group, first: Group) -> Iterator[Finding]:
-    """Both engines must have one connector."""
+    """Find engines that do not have one connector, which both must have."""
     given, other = (each.engine.kv_transfer.connector for each in (group, first))
     if not given:
         yield Finding(
@@ -126,7 +126,7 @@ def _connector(group: Group, first: Group) -> Iterator[Finding]:
 
 
 def _place(group: Group, first: Group) -> Iterator[Finding]:
-    """Both engines must reach one store."""
+    """Find engines that do not reach one store, which both must."""
     at, places, others = f"{group.path}.offload.sharedTier", _stores(group), _stores(first)
     if not places:
         yield Finding(

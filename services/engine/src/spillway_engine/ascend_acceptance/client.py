@@ -19,7 +19,7 @@ class EngineFailed(Exception):
 
 
 class EngineClient:
-    """Used by several threads: each request has a connection of its own."""
+    """Client of one engine. Several threads may use it: each request has a connection of its own."""
 
     def __init__(self, port: int, model: str) -> None:
         self._port = port

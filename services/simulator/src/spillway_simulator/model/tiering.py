@@ -224,7 +224,7 @@ class Tiering:
     # -- stores ------------------------------------------------------------------------------------------------------
 
     def store(self, keys: Sequence[int], now: float) -> None:
-        """Computed prompt blocks start their way down."""
+        """Start computed prompt blocks on their way down."""
         if self.cpu.capacity == 0:
             return
         missing = [key for key in keys if key not in self.cpu]

@@ -73,7 +73,7 @@ class ResetPrefixCache(
 
 
 class Clear(msgspec.Struct, frozen=True, tag="clear", tag_field="fault", forbid_unknown_fields=True):
-    """No fault any more; a killed engine starts again."""
+    """The end of all faults; a killed engine starts again."""
 
 
 Fault = Kill | Restart | Hang | Slow | Refuse | NotReady | Drain | DropEvents | DieInStream | ResetPrefixCache | Clear

@@ -81,7 +81,7 @@ class EventPublisher:
             await router.send_multipart([identity, b"", *end_topic, _END, b""])
 
     async def restart(self) -> None:
-        """Another process at the same addresses: sequence numbers from 0, no history, connections new.
+        """Become another process at the same addresses: sequence numbers from 0, no history, connections new.
 
         Raises zmq.ZMQError when the addresses do not become free within REBIND_SECONDS_MAX.
         """

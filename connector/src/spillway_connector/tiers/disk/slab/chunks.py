@@ -25,7 +25,7 @@ ZEROS = memoryview(mmap.mmap(-1, PAGE_BYTES, access=mmap.ACCESS_READ))
 
 
 class _OpenFile:
-    """Closed with its last reference, so that its number is not reused during a transfer."""
+    """File that is closed with its last reference, so that its number is not reused during a transfer."""
 
     def __init__(self, path: Path, flags: int) -> None:
         self.descriptor = open_own(path, flags, SIZE_CLASS_DEPTH)

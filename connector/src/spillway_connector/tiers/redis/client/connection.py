@@ -143,7 +143,7 @@ class RedisConnection(ValueConnection):
 
 
 class _Login(CredentialProvider):
-    """Called by redis-py at each login, so a password file is read again."""
+    """Credentials for redis-py, which asks at each login, so a password file is read again."""
 
     def __init__(self, endpoint: RedisEndpoint) -> None:
         self._endpoint = endpoint
