@@ -9,10 +9,13 @@ metadata, take in what the workers report, collect statistics. Chunks are 4 KiB,
 
     ready       every chunk is in the CPU tier, and the device has no room: looked up in every step
     pending     every chunk waits for the shared tier
-    promotions  requests arrive, their chunks are loaded from the shared tier, and they finish
-    stores      a request is computed and stored in every step, while the others wait as in `ready`
+    promotions  a request arrives in every step; the shared tier loads its chunks before the next step, in which they
+                are loaded to the device; it finishes in the one after
+    stores      a request is computed and stored in every step, while the others wait as in `ready`; a store of the
+                shared tier ends before the next step
     misses      unseen requests arrive and finish
-    decode      64 requests compute a token each, while nothing waits and nothing is copied
+    decode_8    8 requests compute a token each, while nothing waits and nothing is copied
+    decode      64 requests do
     answers     256 requests of 256 chunks wait for one answer of the shared tier, all of them absent; each step that
                 processes a part of it is measured (Spillway alone: upstream asks the file system within the step)
 
@@ -88,8 +91,7 @@ PAUSE_SECONDS = 0.002
 NODE_NAMESPACE = bytes(16)
 FOREVER_SECONDS = 3600.0
 DEVICE_BLOCKS = [KVCacheBlock(number) for number in range(1, 4096)]  # made once, as by vLLM's block pool
-SCENARIOS = ("ready", "pending", "promotions", "stores", "misses", "decode", "answers")
-DECODING_REQUESTS = 64
+SCENARIOS = ("ready", "pending", "promotions", "stores", "misses", "decode_8", "decode", "answers")
 ANSWER_REQUESTS, ANSWER_CHUNKS = 256, 256
 OUTPUT = Path("build/bench/scheduler_step.json")
 
@@ -117,7 +119,7 @@ class BenchRequest(SimpleNamespace):
         return bool(self.finished)
 
 
-class Rig:
+class Rig(ABC):
     """One scheduler half on real tiers in `folder`, driven through the steps of an engine."""
 
     metadata: type[OffloadingWorkerMetadata]
@@ -179,8 +181,9 @@ class Rig:
         self.before_step(computed)
         self.end_step()
 
+    @abstractmethod
     def statistics(self) -> None:
-        """Upstream's scheduler half has none."""
+        """Collect the statistics of a step."""
 
     def start_load(self, request: BenchRequest, tokens: int) -> None:
         self.scheduler.update_state_after_alloc(request, request.blocks, tokens)
@@ -209,6 +212,18 @@ class Rig:
             time.sleep(PAUSE_SECONDS)
             self.step()
 
+    @abstractmethod
+    def ended_jobs(self) -> int:
+        """Count the jobs that the shared tier has ended and that no step has processed."""
+
+    def await_jobs(self) -> None:
+        """Block until the next step can process every job of the shared tier."""
+        until = time.monotonic() + 60.0
+        while self.ended_jobs() < len(self.scheduler.manager._transfer_jobs):
+            if time.monotonic() > until:
+                raise RuntimeError("the shared tier did not end its jobs within 60 s")
+            time.sleep(PAUSE_SECONDS / 10)
+
     def close(self) -> None:
         self.hold.set()
         self.scheduler.shutdown()
@@ -227,9 +242,18 @@ class SpillwayRig(Rig):
         if self._due.take():
             self.scheduler.manager.take_stats()
 
+    def ended_jobs(self) -> int:
+        return len(self.scheduler.manager._shared_tiers[0]._shared._movers.ended)
+
 
 class UpstreamRig(Rig):
     metadata = OffloadingWorkerMetadata
+
+    def statistics(self) -> None:
+        """Do nothing: vLLM's scheduler half has none."""
+
+    def ended_jobs(self) -> int:
+        return len(self.scheduler.manager.secondary_tiers[0]._pool._finished_q)
 
 
 def held(tier: Tier, hold: threading.Event) -> Tier:
@@ -395,8 +419,8 @@ class Pending(Scenario):
 
 
 class Promotions(Scenario):
-    """Four times as many prompts as the CPU tier holds take turns; one whose chunks were promoted is loaded and
-    finishes."""
+    """Four times as many prompts as the CPU tier holds take turns. All that the shared tier does, it does between two
+    steps, so every step is alike whatever the machine does."""
 
     def prepare(self) -> None:
         self.prompts = 8 * self.requests
@@ -405,10 +429,10 @@ class Promotions(Scenario):
         self.leaving: list[BenchRequest] = []
 
     def before(self) -> None:
+        self.rig.await_jobs()
         super().before()
-        if len(self.waiting) < self.requests:
-            self.coming = [self.rig.make_request(self.turn % self.prompts, self.chunks)]
-            self.turn += 1
+        self.coming = [self.rig.make_request(self.turn % self.prompts, self.chunks)]
+        self.turn += 1
 
     def run(self) -> None:
         for request in self.leaving:
@@ -430,6 +454,7 @@ class Stores(Ready):
     """Two new chunks are computed, and as many stored in the shared tier, per step: 64,000 tokens/s at 4 ms a step."""
 
     def before(self) -> None:
+        self.rig.await_jobs()
         self.computed = self.coming
         self.next_prompt += 1
         self.coming = [self.rig.make_request(self.next_prompt, 2)]
@@ -460,8 +485,10 @@ class Misses(Scenario):
 
 
 class Decode(Scenario):
+    running_requests = 64
+
     def prepare(self) -> None:
-        self.running = [self.rig.make_request(prompt, 2) for prompt in range(DECODING_REQUESTS)]
+        self.running = [self.rig.make_request(prompt, 2) for prompt in range(self.running_requests)]
         for request in self.running:
             self.arrive(request)
         self.rig.step(self.running)
@@ -474,6 +501,10 @@ class Decode(Scenario):
             request.num_computed_tokens = request.num_tokens
             request.num_tokens += 1
         self.rig.before_step(decoding=self.running)
+
+
+class DecodeFew(Decode):
+    running_requests = 8
 
 
 class Answers(Scenario):
@@ -514,6 +545,7 @@ KINDS: dict[str, type[Scenario]] = {
     "promotions": Promotions,
     "stores": Stores,
     "misses": Misses,
+    "decode_8": DecodeFew,
     "decode": Decode,
     "answers": Answers,
 }

@@ -169,6 +169,17 @@ def test_a_request_tells_the_shared_tiers_what_its_session_uses(scheduler, monke
     assert {name for name, _ in used} == {"chat"}
 
 
+def test_a_request_that_ends_with_the_chunks_it_began_with_does_not_tell_them_again(scheduler, monkeypatch):
+    used: list[int] = []
+    monkeypatch.setattr(scheduler.manager, "use_chunks", lambda keys, prompt, tokens, context: used.append(len(keys)))
+    request = request_for("chat", blocks=2)
+    scheduler.on_new_request(request)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    request.status = RequestStatus.FINISHED_STOPPED
+    scheduler.request_finished(request)
+    assert used == [2]
+
+
 def test_what_a_request_asks_to_retain_of_its_prompt_is_held_at_its_beginning_and_at_its_end(scheduler, monkeypatch):
     held: list[tuple[float, float, list[bytes]]] = []
     monkeypatch.setattr(
@@ -516,10 +527,10 @@ def test_the_last_chunk_alone_is_computed_not_loaded(scheduler):
         (TOKENS - 1, True),
     ):
         state.num_locally_computed_tokens = computed
-        assert scheduler._only_last_chunk_missing(state) is missing
+        assert state.lacks_only_last_chunk(BLOCK_TOKENS) is missing
     request.append_output_token_ids(0)  # a token of a block that no tier holds
     state.num_locally_computed_tokens = TOKENS - BLOCK_TOKENS
-    assert not scheduler._only_last_chunk_missing(state), "the device lacks a block and a token"
+    assert not state.lacks_only_last_chunk(BLOCK_TOKENS), "the device lacks a block and a token"
 
 
 def test_blocks_that_another_request_loads_are_waited_for(scheduler):

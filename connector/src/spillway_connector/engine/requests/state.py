@@ -67,6 +67,11 @@ class RequestFields(RequestOffloadState):
         self._first_load.update_block_hashes()
         return self._first_load.block_hashes
 
+    def lacks_only_last_chunk(self, chunk_tokens: int) -> bool:
+        """Whether the device lacks only the prompt's last chunk: to load it costs a step, and often a wait."""
+        computed = self.num_locally_computed_tokens
+        return bool(computed > 0 and self.req.num_tokens - computed <= chunk_tokens)
+
     @abstractmethod
     def _hashes_per_chunk(self, group_config: Any) -> int: ...
 

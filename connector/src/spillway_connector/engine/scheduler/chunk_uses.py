@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from spillway_connector.engine.manager.tiering import TieringManager
 from spillway_connector.engine.requests.state import RequestFields
-from spillway_connector.engine.requests.tenancy import session_of_context
+from spillway_connector.engine.requests.tenancy import is_awaited, session_of_context
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,15 @@ class ChunkUses:
 
     def end(self, status: RequestFields, *, prompt_only: bool) -> None:
         """The request has ended. prompt_only: nothing of its answer is stored."""
+        has_grown = False
         for state, counted in zip(status.group_states, status.counted_keys or (), strict=False):
-            # A full shared tier admits what was asked for twice; that an answer's chunks were computed counts once.
-            if len(state.offload_keys) > counted and not prompt_only:
-                self._manager.count_request(state.offload_keys[counted:])
-        self._use(status)
+            if len(state.offload_keys) > counted:
+                has_grown = True
+                # A full shared tier admits what was asked for twice; that an answer's chunks were computed counts once.
+                if not prompt_only:
+                    self._manager.count_request(state.offload_keys[counted:])
+        if has_grown or is_awaited(status.req_context):
+            self._use(status)
         keys, prompt = status.group_states[0].offload_keys, status.req.num_prompt_tokens // self._chunk_tokens[0]
         if (answers := self._manager.answers) is not None and len(keys) > prompt:
             answers.answered(keys[prompt], _session_name(status))

@@ -295,9 +295,9 @@ class SchedulerHalf(ResettableHalf):
         Models with one KV group need one lookup of a prefix; with several, vLLM's search over the groups calls
         `_maximal_prefix_lookup` for each.
         """
-        if self._only_last_chunk_missing(req_status):
-            return 0
         assert isinstance(req_status, RequestFields)
+        if req_status.lacks_only_last_chunk(self._largest_chunk_tokens):
+            return 0
         if not self._one_prefix or max_num_new_tokens is not None or req_status.max_load_tokens is not None:
             return whole_chunks(self._look_up_groups, req_status, max_num_new_tokens, self._load_unit_tokens)
         computed, total = req_status.num_locally_computed_tokens, req_status.req.num_tokens
@@ -329,11 +329,6 @@ class SchedulerHalf(ResettableHalf):
         if self._being_loaded and not self._being_loaded.isdisjoint(prefix.keys[:chunks]):
             return None  # another request is loading some of them: its device blocks can soon be shared
         return found
-
-    def _only_last_chunk_missing(self, req_status: RequestOffloadState) -> bool:
-        """Whether the device lacks only the prompt's last block: to load it costs a step, and often a wait."""
-        computed = req_status.num_locally_computed_tokens
-        return computed > 0 and req_status.req.num_tokens - computed <= self._largest_chunk_tokens
 
     def _touch(self, req_status: RequestOffloadState) -> None:
         """Mark the request's chunks as recently used, at most once per _TOUCH_SECONDS."""
@@ -414,12 +409,14 @@ class SchedulerHalf(ResettableHalf):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """vLLM's contract, but a failed store is not published, and a failed load's request never loads again."""
         self._prefill_timer.end_step(time.monotonic())
-        if invalid := connector_output.invalid_block_ids:
+        meta, invalid = connector_output.kv_connector_worker_meta, connector_output.invalid_block_ids
+        if meta is None and not invalid:
+            return  # in most steps of decoding
+        if invalid:
             suspect = holds_any(invalid)
             fail_stores(self, suspect)
             if self.late_stores is not None:
                 self.late_stores.lose(invalid.union(blocks_of(filter(suspect, self._req_status.values()))))
-        meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, SpillwayWorkerMetadata):
             if self.late_stores is not None:
                 self.late_stores.ended(meta.completed_jobs, meta.failed_jobs)

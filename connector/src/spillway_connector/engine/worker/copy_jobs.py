@@ -158,6 +158,8 @@ class CopyJobs:
         self._waiting_stores.append((job_id, sides))
 
     def submit_stores(self) -> None:
+        if not self._waiting_stores:
+            return
         waiting, self._waiting_stores = self._waiting_stores, []
         if self._submit_together(waiting):
             return
@@ -166,8 +168,6 @@ class CopyJobs:
                 self._complete(store[0], failed=Direction.STORE)
 
     def _submit_together(self, stores: Sequence[tuple[int, Sides]]) -> bool:
-        if not stores:
-            return True
         job_ids, sides = zip(*stores, strict=True)
         if not self._submit_stores(job_ids[0], sides):
             return False
