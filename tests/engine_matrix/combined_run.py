@@ -94,6 +94,7 @@ def run(folder: Path) -> None:
     events = Events(url)
     engine = Engine(folder, ("ours", "other"), url, statistics=True)
     answers["computed"] = engine.ask(prompt)
+    shutil.copytree(folder / "other", folder / "kept")
     engine.forget(other=True)
     answers["loaded by ours"] = engine.ask(prompt)
     engine.forget(other=True)
@@ -110,15 +111,14 @@ def run(folder: Path) -> None:
     series = {sample.name for family in REGISTRY.collect() for sample in family.samples}
     engine.end()
 
+    # What the other one stored with the first weights, for an engine that asks it first.
     shutil.rmtree(folder / "other", ignore_errors=True)
-    first = Engine(folder, ("other", "ours"), f"ipc://{folder}/events-2")
-    first.ask(prompt)
-    first.end()
-    second = Engine(folder, ("other", "ours"), f"ipc://{folder}/events-3")
-    answers["loaded by the other"] = second.ask(prompt)
-    second.forget(other=True)
-    answers["loaded by ours what the other had loaded"] = second.ask(prompt)
-    second.end()
+    (folder / "kept").rename(folder / "other")
+    reversed_order = Engine(folder, ("other", "ours"), f"ipc://{folder}/events-2")
+    answers["loaded by the other"] = reversed_order.ask(prompt)
+    reversed_order.forget(other=True)
+    answers["loaded by ours what the other had loaded"] = reversed_order.ask(prompt)
+    reversed_order.end()
     found = {"answers": answers, "blocks": blocks, "published": published, "series": sorted(series)}
     print("RUN", json.dumps(found), flush=True)
 
