@@ -114,10 +114,11 @@ class KnownBeginnings:
 def _longer(pieces: tuple[Piece, ...], new: Piece) -> tuple[Piece, ...]:
     """Add a piece at the end. Each piece is twice as long as the next one at least, so there are few, and a turn seldom
     copies much."""
-    longer = list(pieces)
+    longer: list[Piece] = list(pieces)
     while longer and len(longer[-1]) < 2 * len(new):
         new = longer.pop() + new
-    return (*longer, new)
+    longer.append(new)
+    return tuple(longer)
 
 
 def _key(owner: str, text: str, mark: int) -> _Key:
