@@ -98,6 +98,19 @@ def test_healthy_loads_go_on_after_every_thread_was_lost(make_rig: Callable[[lis
     assert not rig.rows[:2].any()
 
 
+def test_jobs_that_follow_each_other_closely_do_not_look_for_lost_threads_each(
+    make_rig: Callable[[list[int]], Rig],
+) -> None:
+    rig = make_rig([0])
+    stick(rig, 0)
+    lost = []
+    for pause in (STUCK_SECONDS - movers.LOOK_SECONDS / 2, movers.LOOK_SECONDS / 2, movers.LOOK_SECONDS / 2):
+        rig.clock.advance(pause)
+        assert rig.outcome(rig.load(len(lost) + 2)).success
+        lost.append(sum(worker.lost for worker in rig.shared._movers._workers))
+    assert lost == [0, 0, 1]
+
+
 def test_the_breaker_closes_again_after_threads_were_lost(make_rig: Callable[[list[int]], Rig]) -> None:
     rig = make_rig([0, 1])
     for seed in (0, 1):

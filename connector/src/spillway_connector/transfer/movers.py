@@ -51,6 +51,7 @@ from spillway_connector.transfer.stats import Operation, SkipReason, TierCounter
 _log = logging.getLogger(__name__)
 
 LOST_THREADS_MAX = 4  # lost at a time, in multiples of the threads; each keeps a bounce buffer until its call ends
+LOOK_SECONDS = 0.5  # between two looks for threads that do not come back
 FAIR_SHARE = 0.5  # of a job's time: if the tier had less for an item, this process may have caused the timeout
 DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
 _LEFT = {StoreOutcome.PENDING: SkipReason.PENDING, StoreOutcome.NOT_ADMITTED: SkipReason.ADMISSION}
@@ -144,6 +145,7 @@ class Movers:
         self._clock = clock
         self._progress = progress
         self._stopping = False
+        self._looked_at = float("-inf")  # for threads that do not come back
         self._answered_at = dict.fromkeys(Operation, float("-inf"))  # when the tier last answered
         # A token wakes one worker, which works until there is nothing left for it, and wakes the next one while
         # there is more, so that the scheduler wakes one thread a job. Loads go first, and a thread stays free of
@@ -167,8 +169,14 @@ class Movers:
         self._wake_one()
 
     def replace_stuck(self) -> None:
-        """Start a thread for each one that has not come back long after its job's deadline."""
+        """Start a thread for each one that has not come back long after its job's deadline.
+
+        Each job calls this, so it looks for them only every LOOK_SECONDS.
+        """
         now = self._clock()
+        if now - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = now
         with self._pick:
             stuck = [
                 worker
