@@ -20,7 +20,8 @@ S3_CONNECTIONS = _CHART.s3.connections
 
 @dataclass(frozen=True, slots=True)
 class BreakerPolicy:
-    """failures_to_open: in a row. The rest lasts first_rest_seconds * 2**n, at most longest_rest_seconds."""
+    """failures_to_open: failures in a row that open it. The rest lasts first_rest_seconds * 2**n, at most
+    longest_rest_seconds."""
 
     failures_to_open: int = 3
     first_rest_seconds: float = 1.0

@@ -37,7 +37,7 @@ class CamelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
 
 
 class WrongSetting(ValueError):
-    """path: of the setting as the document spells it, `limits.attemptsMax` or `models[0].name`; empty: all of it.
+    """path: the setting's path as the document spells it, `limits.attemptsMax` or `models[0].name`; empty: all of it.
     problem: what was given and what is needed, or the remedy; a message reads `PATH: PROBLEM`."""
 
     def __init__(self, path: str, problem: str) -> None:

@@ -34,7 +34,7 @@ _NAME_MARK = b"\xff"  # in no session that a client names: those are UTF-8
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
-    """ends: those that its next turn is recognised by."""
+    """ends: the ends by which its next turn is recognised."""
 
     name: bytes
     ends: Sequence[bytes] = ()

@@ -27,8 +27,9 @@ class LeavingWindow:
     them again."""
 
     def __init__(self, blocks_per_step: int, blocks_max: float = math.inf) -> None:
-        """blocks_per_step: that one step computes at most; the least that is kept ready for one. blocks_max: how many
-        to look at, unless the next step and losses need more. Blocks that have been copied ahead are in both tiers."""
+        """blocks_per_step: the most blocks that one step computes, and the least that are kept ready for one.
+        blocks_max: how many to look at, unless the next step and losses need more. Blocks that have been copied ahead
+        are in both tiers."""
         self._least = blocks_per_step
         self._blocks_max = blocks_max
         self._most_taken = 0.0

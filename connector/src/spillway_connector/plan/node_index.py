@@ -314,7 +314,7 @@ class NodeIndex:
         return found
 
     def _note(self, rows: Rows | RowArray, column: int = 0) -> None:
-        """column: 0, or of the engine that claimed or published the rows."""
+        """column: 0, or the column of the engine that claimed or published the rows."""
         first, words, bits = column * self._num_segments, self._segment_words, _SEGMENT_BITS
         for segment in set((rows >> bits).tolist()) if isinstance(rows, np.ndarray) else [row >> bits for row in rows]:
             words[first + segment] += 1

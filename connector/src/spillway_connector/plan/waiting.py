@@ -53,7 +53,7 @@ class _New(NamedTuple, Generic[_Key]):
 
 @dataclass(slots=True, eq=False)
 class _Waiting(Generic[_Key]):
-    """held: positions of the keys that it keeps. position: of the first key that it has not looked at."""
+    """held: positions of the keys that it keeps. position: the index of the first key that it has not looked at."""
 
     tenant: _Tenant[_Key]
     turn: Turn
@@ -69,7 +69,8 @@ class _Waiting(Generic[_Key]):
 
 @dataclass(slots=True, eq=False)
 class _Tenant(Generic[_Key]):
-    """holding: its requests that keep something. short: those that would keep more. Both in order of their turns."""
+    """holding: its requests that keep something. short: its requests that would keep more. Both in order of their
+    turns."""
 
     name: bytes
     requests: int = 0

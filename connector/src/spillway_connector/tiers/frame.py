@@ -252,7 +252,7 @@ def verify_digest(
 def _verify_header(
     header: memoryview | bytes, namespace: bytes, key: bytes, payload_bytes: int, part: tuple[int, int]
 ) -> FrameHeader:
-    """part: index and count."""
+    """part: the part's index, and the count of parts."""
     _check_names(namespace, key)
     found = read_header(header)
     if found.namespace != namespace:

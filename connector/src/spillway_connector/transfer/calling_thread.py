@@ -15,7 +15,8 @@ LOST_MAX = 4  # threads in such calls at a time; beyond that the last one is wai
 
 
 class Call:
-    """deadline: of the call that the thread is in; None between calls. lost: the thread ends when its call does."""
+    """deadline: the deadline of the call that the thread is in; None between calls. lost: the thread ends when its
+    call does."""
 
     __slots__ = ("deadline", "lost")
 

@@ -68,8 +68,8 @@ class LateEnd(NamedTuple):
 
 
 class _Worker:
-    """item: which this thread moves now. slot: whether it holds one of the slots of stores. lost: another thread has
-    taken its place, and it ends with its call. Written under Movers' lock."""
+    """item: the item that this thread moves now. slot: whether it holds one of the slots of stores. lost: another
+    thread has taken its place, and it ends with its call. Written under Movers' lock."""
 
     __slots__ = ("item", "lost", "slot", "thread")
 

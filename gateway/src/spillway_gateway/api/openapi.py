@@ -122,7 +122,7 @@ def _inference(route: ApiRoute) -> dict[str, Any]:
 
 
 def _operation(summary: str, responses: Mapping[str, Any], parameter: str | None = None) -> dict[str, Any]:
-    """parameter: the one in the path, if there is one."""
+    """parameter: the parameter in the path, if there is one."""
     found: dict[str, Any] = {"summary": summary, "responses": responses}
     if parameter is not None:
         found["parameters"] = [{"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}]

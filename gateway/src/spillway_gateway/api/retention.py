@@ -29,7 +29,7 @@ _UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 
 class RetentionMark(NamedTuple):
-    """part: of the prompt's tokens, from the first on; 1: all of them."""
+    """part: the share of the prompt's tokens, from the first on; 1: all of them."""
 
     part: float
     seconds: float

@@ -51,7 +51,7 @@ class SessionSources:
 
 
 class SessionHint(NamedTuple):
-    """key: for routing. member: for the engine."""
+    """key: its name for routing. member: what the engine gets."""
 
     key: SessionKey
     member: dict[str, str | bool | float]

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 class Certificate:
-    """context: for the listener; handshakes use the certificate loaded last. Raises ConfigError for unusable files.
+    """context: the listener's TLS context; handshakes use the certificate loaded last. Raises ConfigError for unusable
+    files.
 
     Args:
         config: the files.

@@ -23,8 +23,8 @@ LIVE_SECTIONS = frozenset({"models", *shared_names.LIVE_SECTIONS})
 
 
 class ConfigFollower:
-    """path: the file. current: what is in use, sections that only a restart applies included. apply: puts a checked
-    configuration into effect."""
+    """path: the file. current: the configuration in use, sections that only a restart applies included. apply: puts a
+    checked configuration into effect."""
 
     def __init__(self, path: Path, current: GatewayConfig, apply: Callable[[GatewayConfig], Awaitable[None]]) -> None:
         self._path = path

@@ -74,7 +74,7 @@ class EndpointSliceList(msgspec.Struct, rename="camel", frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent:
-    """piece: None for a bookmark. version: where a later watch may begin."""
+    """piece: None for a bookmark. version: the version from which a later watch may begin."""
 
     type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
     version: str
@@ -99,7 +99,7 @@ class SliceTable:
 
 
 class Reduction(NamedTuple):
-    """engines: by name. problems: slices that could not be used as configured, for people to read."""
+    """engines: the engines by name. problems: slices that could not be used as configured, for people to read."""
 
     engines: tuple[FoundEngine, ...]
     problems: tuple[str, ...]

@@ -14,8 +14,8 @@ from spillway_gateway.config.settings import EngineConfig
 @dataclass(frozen=True, slots=True)
 class FoundEngine:
     """instance: names the process behind the address; another one there has another instance and none of its blocks.
-    withheld: why no new request may go there, for people to read; None: requests may go there. terminating: its process
-    will end soon, whatever it still has to do."""
+    withheld: the reason for which no new request may go there, for people to read; None: requests may go there.
+    terminating: its process will end soon, whatever it still has to do."""
 
     config: EngineConfig
     instance: str = ""

@@ -47,8 +47,8 @@ class Attempt:
         cold: ColdPrompt | None = None,
         awaited: Awaited | None = None,
     ) -> None:
-        """dequeued: called when the prompt leaves the engine's queue. cold: it takes its engine long. awaited: the
-        first token of a second leg."""
+        """dequeued: called when the prompt leaves the engine's queue. cold: the prompt, if its engine computes
+        it for long. awaited: the wait for the first token of a second leg."""
         self.engine = engine
         self._awaited = awaited
         self._dequeued = dequeued
@@ -126,7 +126,7 @@ class Attempt:
         self.engine.failed_at.append(now)
 
     def close(self, now: float | None = None) -> None:
-        """now: given for a whole reply, which then counts in the mean duration of requests."""
+        """now: the time, given for a whole reply, which then counts in the mean duration of requests."""
         if self._closed:
             return
         self._closed = True

@@ -24,7 +24,7 @@ EVICTIONS_MAX = 2 * STEP_BLOCKS  # in one step: more than it adds
 
 
 class BlockHolders:
-    """slots: holders by slot, those that are being freed included."""
+    """slots: holders by slot, including those that are being freed."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max

@@ -16,8 +16,8 @@ SIZES_MATCHED_MAX = 4  # block sizes for which each prompt is hashed; a rolling 
 
 
 class BlockSizes:
-    """engines: by name, of the index; `engines_changed` is called after each change. default: tokens per block until an
-    event names a size."""
+    """engines: the index's engines by name; `engines_changed` is called after each change. default: tokens per block
+    until an event names a size."""
 
     def __init__(self, model: str, default: int, engines: Mapping[str, EngineBlocks]) -> None:
         self._model = model

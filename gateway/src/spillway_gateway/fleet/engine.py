@@ -79,8 +79,8 @@ class Engine:
         breaker: BreakerConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """instance: of the process at the address, if discovery gives it. newcomer: the process was just started, so
-        its first readiness begins a slow start. fleet_samples, means: shared by the engines of a model."""
+        """instance: the instance of the process at the address, if discovery gives it. newcomer: the process was just
+        started, so its first readiness begins a slow start. fleet_samples, means: shared by the engines of a model."""
         self.serial = next(_serials)  # of this object: a name may get another address
         self.model = model
         self.name = config.name
@@ -175,7 +175,7 @@ class Engine:
         return self.withheld or self.answer
 
     def withhold(self, why: str | None, *, terminating: bool = False) -> None:
-        """why: keep new requests away; None: allow them again. terminating: the process will end."""
+        """why: the reason to keep new requests away; None: allow them again. terminating: the process will end."""
         self.terminating = terminating
         if why != self.withheld:
             self.withheld = why

@@ -27,7 +27,7 @@ class Expected:
 
 
 class ExpectedBlocks:
-    """by_key: read by the index for each block of a prompt; an entry counts until its `until`."""
+    """by_key: the entries, which the index reads for each block of a prompt; an entry counts until its `until`."""
 
     def __init__(self) -> None:
         self.by_key: dict[int, Expected] = {}

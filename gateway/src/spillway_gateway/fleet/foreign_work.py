@@ -12,8 +12,8 @@ from spillway_gateway.fleet.engine_metrics import EngineReading
 
 
 class ForeignWork(NamedTuple):
-    """requests: all foreign ones. waiting_requests: those outside the running batch. share: all requests over this
-    gateway's, to scale figures that are known for this gateway's requests only."""
+    """requests: all foreign requests. waiting_requests: foreign requests outside the running batch. share: all
+    requests over this gateway's, to scale figures that are known for this gateway's requests only."""
 
     requests: int
     waiting_requests: float

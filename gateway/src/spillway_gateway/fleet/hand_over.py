@@ -80,7 +80,7 @@ class HandOverPrice:
         return awaited
 
     def ended(self, awaited: Awaited, *, came: bool) -> None:
-        """came: with its first token."""
+        """came: whether its first token came."""
         due = self._due.pop(awaited, None)
         if came and due is not None:
             self.measured(awaited.tokens, self._clock() - due)
@@ -99,7 +99,7 @@ class Awaited:
         self.tokens = tokens
 
     def ended(self, *, came: bool) -> None:
-        """came: with its first token. May be called more than once."""
+        """came: whether its first token came. May be called more than once."""
         self._price.ended(self, came=came)
 
 

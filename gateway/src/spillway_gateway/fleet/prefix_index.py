@@ -353,7 +353,7 @@ class PrefixIndex:
         self._held.bound_waiting()
 
     def _remove(self, holder: EngineBlocks, event: BlockRemoved, engine: EngineBlocks | None = None) -> Iterator[None]:
-        """engine: that announces it, if the holder is a store."""
+        """engine: the engine that announces it, if the holder is a store."""
         if engine is None and event.group not in holder.groups and holder.groups:
             return
         device = holder.slot * BITS_PER_ENGINE

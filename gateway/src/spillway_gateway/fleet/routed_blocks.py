@@ -19,7 +19,7 @@ class RoutedBlocks:
     def __init__(
         self, index: PrefixIndex, steps: Steps, engine_name: str, keys: Sequence[int], *, held_seconds: float | None
     ) -> None:
-        """held_seconds: for an engine without events, after which its blocks count as gone."""
+        """held_seconds: the time after which blocks of an engine without events count as gone."""
         self._index = index
         self._steps = steps
         self._engine_name = engine_name

@@ -154,7 +154,7 @@ def reset_frame(number: int, code: Code) -> bytes:
 
 
 def goaway_frame(last: int, code: Code) -> bytes:
-    """last: the highest stream that is served."""
+    """last: the number of the highest stream that is served."""
     return frame(Kind.GOAWAY, 0, 0, struct.pack(">II", last, code))
 
 

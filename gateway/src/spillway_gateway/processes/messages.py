@@ -27,7 +27,7 @@ class FrameError(Exception):
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """number: of the request, chosen by the front; the answer has the same."""
+    """number: the request's number, chosen by the front; the answer has the same."""
 
 
 # -- from a front ------------------------------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ FromFront = (
 
 
 class Start(Message, tag=64, frozen=True):
-    """config: JSON of the configuration, with the front's share of each bound. host, port: to listen on. picker_port:
-    of the endpoint picker; None: there is none."""
+    """config: JSON of the configuration, with the front's share of each bound. host, port: the address to listen on.
+    picker_port: the endpoint picker's port; None: there is none."""
 
     config: bytes
     host: str
@@ -260,7 +260,7 @@ class Begun(Message, tag=68, frozen=True):
 
 
 class Refused(Message, tag=69, frozen=True):
-    """error: the class in errors.py."""
+    """error: the name of the class in errors.py."""
 
     number: int
     error: str
@@ -269,8 +269,8 @@ class Refused(Message, tag=69, frozen=True):
 
 
 class Routed(Message, tag=70, frozen=True):
-    """decision: its candidates only if they were asked for. expected_prefill_seconds: until its prompt should be
-    computed."""
+    """decision: its candidates only if they were asked for. expected_prefill_seconds: the time until its prompt should
+    be computed."""
 
     number: int
     decision: Decision

@@ -21,8 +21,8 @@ REQUESTS_PER_POD = 2
 
 @dataclass(frozen=True, slots=True)
 class PodWarmth:
-    """sessions: served last by its engines, lately. blocks_alone: that no other pod holds or can load. requests: that
-    run or wait there, whoever sent them."""
+    """sessions: the sessions that its engines served last, lately. blocks_alone: the blocks that no other pod holds or
+    can load. requests: the requests that run or wait there, whoever sent them."""
 
     sessions: int = 0
     blocks_alone: int = 0

@@ -55,7 +55,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, gc=False):  # parsed JSON holds no
 
 
 class CompletionPrompt(msgspec.Struct, frozen=True, gc=False):
-    """prompt: text, or token ids from the client; of a batch, the first."""
+    """prompt: text, or token ids from the client; the first one of a batch."""
 
     prompt: str | array[int]
     add_special_tokens: bool = True

@@ -55,8 +55,8 @@ _cut_places = re.compile(r"(?<=\w)(?=[^\w\n])|(?<=\n)(?=\w)|(?<=[^\w\s])(?=\w)")
 
 
 class Encoded(NamedTuple):
-    """ids: little-endian uint32, of the text or of its beginning. tokens: of the whole text, estimated if ids are of
-    its beginning."""
+    """ids: little-endian uint32, of the text or of its beginning. tokens: the count of the whole text, estimated if
+    ids are of its beginning."""
 
     ids: bytes
     tokens: int

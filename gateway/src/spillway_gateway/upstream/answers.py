@@ -47,8 +47,8 @@ class Kind(IntEnum):  # whose hash costs a tenth of that of an Enum
 
 
 class Event(NamedTuple):
-    """message: of an error; ENDING_ERROR if the engine ends for a reason that no request is. binds: what the client may
-    do next depends on this event, so that it is not held back."""
+    """message: the error's message; ENDING_ERROR if the engine ends and no request is the reason. binds: what the
+    client may do next depends on this event, so that it is not held back."""
 
     kind: Kind
     message: str = ""

@@ -242,7 +242,7 @@ class JsonWalk:
         self._depth, self._next = 1, _Next.COMMA_OR_END
 
     def _wanted(self, key: Body) -> str | None:
-        """key: with its quotes."""
+        """key: the key with its quotes."""
         if b"\\" not in key:
             return self._names.get(bytes(key[1:-1]))
         try:

@@ -23,7 +23,7 @@ class KeepAlive:
     __slots__ = ("_comment", "_loop", "_seconds", "_sent_at", "_timer")
 
     def __init__(self, seconds: float, comment: Callable[[], None]) -> None:
-        """seconds: of silence before a comment; 0: none is sent. comment: sends one, if that is possible now."""
+        """seconds: the silence before a comment; 0: none is sent. comment: sends one, if that is possible now."""
         self._loop = asyncio.get_running_loop()
         self._seconds = seconds
         self._comment = comment

@@ -108,7 +108,7 @@ class Suspects:
         return True
 
     def _add(self, fingerprint: Fingerprint, *, several: bool) -> None:
-        """several: it has ended more than one engine already."""
+        """several: whether it has ended more than one engine already."""
         several = several or self._unexpired(self._found, fingerprint)
         seconds = self._seconds()
         until = self._clock() + seconds * (1.0 if several else FIRST_SHARE)

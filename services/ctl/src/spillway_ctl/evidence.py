@@ -25,7 +25,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """found: the value, or why it is unknown. change: what to do; empty if nothing has to be done."""
+    """found: the value, or why it is unknown. change: the remedy; empty if nothing has to be done."""
 
     check: str
     where: str
@@ -113,7 +113,7 @@ class GatewayReading(Reading):
 
 @dataclass
 class EngineReading(Reading):
-    """name: as the gateway knows it. tokens: of one text that all engines were asked about."""
+    """name: as the gateway knows it. tokens: the tokens of one text that all engines were asked about."""
 
     name: str
     url: str

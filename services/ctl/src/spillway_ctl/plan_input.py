@@ -20,7 +20,8 @@ _TEMPLATE = "templates/engine-configmap.yaml"
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngines:
-    """name: of the StatefulSet. memory: the chart's figures, of one pod. settings: what its pods will read."""
+    """name: the StatefulSet's name. memory: the chart's figures for one pod. settings: the settings that its pods will
+    read."""
 
     name: str
     model: str

@@ -12,8 +12,8 @@ from spillway_connector.plan.kv_groups import KvGroup, held_tokens, read_chunks,
 
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
-    """groups: with the number of each. row_bytes: of a chunk of any group. every_window: windowChunks is all. drafts:
-    whether the engine speculates."""
+    """groups: with the number of each. row_bytes: the bytes of a chunk of any group. every_window: whether
+    windowChunks is all. drafts: whether the engine speculates."""
 
     groups: tuple[tuple[int, KvGroup], ...]
     row_bytes: int

@@ -26,7 +26,7 @@ class ProgressLine:
         self._drawn = False
 
     def show(self, frames: int, done_bytes: int, share: float | None, extra: str = "") -> None:
-        """share: of the walk that is done, 0 to 1."""
+        """share: the part of the walk that is done, 0 to 1."""
         now = self._clock()
         if not self._is_terminal or now < self._next:
             return

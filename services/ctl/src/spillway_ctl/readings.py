@@ -51,7 +51,7 @@ def read_all(
     questions: Questions,
     wait: Callable[[float], None] = time.sleep,
 ) -> tuple[GatewayReading | None, list[EngineReading]]:
-    """engine_urls: those to ask; none: those that the gateway names. Takes window_seconds and a few answers."""
+    """engine_urls: the engines to ask; none: those that the gateway names. Takes window_seconds and a few answers."""
     began = time.monotonic()
     gateway = None if gateway_url is None else _begin_gateway(gateway_url, questions)
     known = list(dict.fromkeys((name, url) for _, name, url in gateway.engines())) if gateway is not None else []

@@ -11,7 +11,8 @@ from spillway_connector.tiers.inspection import CheckPayload, Damage, Removal, S
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """used_bytes: what counts against limit_bytes, as the store counts it; None: it cannot tell, or there is no limit.
+    """used_bytes: the bytes that count against limit_bytes, as the store counts it; None: it cannot tell, or there is
+    no limit.
 
     limit_means: where the limit comes from, in words.
     """

@@ -130,7 +130,7 @@ class FurtherLine:
         self._thread.start()
 
     def close(self, *, failed: bool) -> None:
-        """failed: the pod's engine ended unasked."""
+        """failed: whether the pod's engine ended unasked."""
         self._last_word = _FAILED if failed else b""
         self._ended.set()
         self._thread.join(BEAT_SECONDS)  # longer only while it looks the leader up, to which it has no line then

@@ -26,7 +26,7 @@ _STEP_SECONDS = 1.0  # that the engine core steps on for, from each question
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """chunks, size_bytes: stored meanwhile. left: chunks that no shared tier holds."""
+    """chunks, size_bytes: the amount that was stored meanwhile. left: chunks that no shared tier holds."""
 
     chunks: int = 0
     size_bytes: int = 0

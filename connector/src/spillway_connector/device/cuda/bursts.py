@@ -40,7 +40,7 @@ class BurstPlan:
     """The bursts of one job, computed one at a time, so that the first crosses the link during the next computation."""
 
     def __init__(self, plan: CopyPlan, slot_bytes: int) -> None:
-        """slot_bytes: a multiple of WORD_BYTES, and so is everything in the plan, which is not empty."""
+        """slot_bytes: a multiple of WORD_BYTES, as everything in the plan is, which is not empty."""
         order = np.argsort(plan.host_addresses)
         device, host, sizes = plan.device_addresses[order], plan.host_addresses[order], plan.sizes_bytes[order]
         self._slot_bytes = slot_bytes

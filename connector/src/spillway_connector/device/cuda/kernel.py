@@ -20,7 +20,7 @@ class SpanKernel(Protocol):
     """Enqueues one launch."""
 
     def launch(self, table_address: int, pieces: int, largest_bytes: int, stream: int) -> None:
-        """table_address: of `pieces` rows of three int64: source, target, bytes. Raises DeviceCopyError."""
+        """table_address: the address of `pieces` rows of three int64: source, target, bytes. Raises DeviceCopyError."""
 
 
 class TritonKernel:

@@ -29,7 +29,7 @@ class ArcRows(CpuTier, CPUOffloadingManager):
 
     @abstractmethod
     def _row_of(self, status: Any) -> int:
-        """status: what vLLM's policy keeps of a chunk."""
+        """status: the state that vLLM's policy keeps for a chunk."""
 
     def _held(self) -> AbstractSet[OffloadKey]:
         self._holds.expire(self._clock())

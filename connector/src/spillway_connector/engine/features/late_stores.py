@@ -78,7 +78,7 @@ class LateStores:
     """
 
     def __init__(self, manager: TieringManager, window: LeavingWindow, *, ranks: int, shared: bool) -> None:
-        """ranks: that report each job. shared: whether a shared tier is offered what the CPU tier receives."""
+        """ranks: how many report each job. shared: whether a shared tier is offered what the CPU tier receives."""
         self._manager, self._tier = manager, manager.primary_tier
         self._window = window
         self._ranks = ranks

@@ -53,7 +53,7 @@ class QueueOrder(Feature):
     """Decides which request of a queue is next. It serves models with one KV group, all of which attention reads."""
 
     def __init__(self, owner: _Owner, overtake_seconds: float) -> None:
-        """overtake_seconds: for so long others may be admitted before a request that waits."""
+        """overtake_seconds: the time for which others may be admitted before a request that waits."""
         self._owner = owner
         self.clock = owner.manager.now
         self._ready = owner.manager.primary_tier.ready

@@ -65,7 +65,7 @@ class Window:
 
     @classmethod
     def of(cls, spec: SlidingWindowSpec | MambaSpec, group: int, chunk_tokens: int, step_tokens: int) -> Window:
-        """step_tokens: What a step computes of a prompt at most."""
+        """step_tokens: The most tokens of a prompt that a step computes."""
         if isinstance(spec, MambaSpec):
             chunks = chunks_before_end(chunk_tokens, chunk_tokens)
             in_step = -(-step_tokens // chunk_tokens) if spec.mamba_cache_mode == "align" else 0
@@ -80,7 +80,7 @@ class Window:
         return end_tokens // self.chunk_tokens - self.chunks
 
     def is_stored(self, chunk: int, end_tokens: int, ends_amid: Iterable[int]) -> bool:
-        """end_tokens: of the prompt. ends_amid: those in it, in chunks."""
+        """end_tokens: the end of the prompt. ends_amid: the ends within it, in chunks."""
         if chunk >= self.first_chunk(end_tokens):
             return True
         return any(end - self.searched_chunks <= chunk < end for end in ends_amid)

@@ -107,8 +107,8 @@ def weights_utility(_: None) -> Callable[..., dict[str, Any]]:
 
 
 def _weights(core: Any, *version: str | None) -> dict[str, Any]:
-    """version: to be taken; none is given to ask. Returns WeightsNamed's fields, and `refused`: why the name was not
-    taken; nothing without Spillway's connector."""
+    """version: the version to take; without an argument, the present one is asked for. Returns WeightsNamed's fields,
+    and `refused`: why the name was not taken; nothing without Spillway's connector."""
     connector = own_connector(core.scheduler, WeightsNaming)  # type: ignore[type-abstract]
     if connector is None:
         return {}

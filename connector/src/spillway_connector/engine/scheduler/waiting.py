@@ -32,7 +32,7 @@ class WaitingRequests(Feature):
     """The requests that wait in one engine."""
 
     def __init__(self, manager: TieringManager, state_of: Callable[[str], RequestFields | None]) -> None:
-        """state_of: what the connector knows of a request."""
+        """state_of: returns what the connector knows of a request."""
         self.chunks: WaitingChunks[OffloadKey] = manager.primary_tier.waiting
         self._manager = manager
         self._state_of = state_of

@@ -21,8 +21,9 @@ _GROUP_BYTES = 4  # at the end of a key
 def shared_tier_events(
     announcements: Iterable[tuple[str, Announcement]], hash_bytes: int
 ) -> Iterator[BlockStored | BlockRemoved]:
-    """hash_bytes: of vLLM's block hashes. Chunks of adapters are left out: their hash has the adapter's name alone,
-    under which another engine may have other weights, and the store tells these apart by more than the hash."""
+    """hash_bytes: the length of vLLM's block hashes. Chunks of adapters are left out: their hash has the adapter's
+    name alone, under which another engine may have other weights, and the store tells these apart by more than the
+    hash."""
     for tier_type, (store_id, removed, keys) in announcements:
         medium = store_medium(tier_type, store_id)
         if not keys:

@@ -155,7 +155,7 @@ class SharedTierBase(PrefixTier):
             self._shared.begin_request_of_session(*named)
 
     def use_session(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """keys: of the request, in the order of its prefix, in whichever tier they are."""
+        """keys: the request's keys, in the order of its prefix, in whichever tier they are."""
         if (named := session_of_context(req_context)) is not None:
             self._shared.use_session(*named, keys)
 

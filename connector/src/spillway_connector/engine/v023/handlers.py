@@ -40,7 +40,7 @@ class CopyHandler(StepHandler):
         checks: RowChecks | None = None,
     ) -> None:
         """share: the part of each job that this rank copies (ChunkGeometry.store_share). layers: where loads may go
-        layer by layer. checks: of loads, if engines share the rows."""
+        layer by layer. checks: the checks of loads, if engines share the rows."""
         self._direction = direction
         self._layout = layout
         self._copier = copier

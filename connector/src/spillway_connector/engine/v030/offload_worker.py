@@ -49,8 +49,8 @@ class CopyWorker(StepWorker):
         checks: RowChecks | None = None,
         layers: LayerGroups | None = None,
     ) -> None:
-        """share: the part of each store that this rank copies (ChunkGeometry.store_share). checks: of loads, if engines
-        share the rows. layers: how loads go layer by layer; None: they do not."""
+        """share: the part of each store that this rank copies (ChunkGeometry.store_share). checks: the checks of
+        loads, if engines share the rows. layers: loads layer by layer; None: no load goes so."""
         self._checks = checks
         self._layout = layout
         self._share = share
@@ -69,8 +69,8 @@ class CopyWorker(StepWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """expedited: of vLLM 0.33, for a load that the model's thread waits for before the forward pass; the connector
-        makes none (see load_layers)."""
+        """expedited: an argument of vLLM 0.33, for a load that the model's thread waits for before the forward pass;
+        the connector makes none (see load_layers)."""
         if self._checks is None:
             return self._submit(self._load, job_id, [(dst_spec, src_spec)], (0, 1))
         try:

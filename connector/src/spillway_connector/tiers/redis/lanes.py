@@ -10,7 +10,8 @@ from spillway_connector.errors import without_frames
 
 
 class Lanes:
-    """``count``: how many stripes of one block are processed in parallel. threads: for all blocks together."""
+    """``count``: the number of stripes of one block that are processed in parallel. threads: those for all blocks
+    together."""
 
     def __init__(self, count: int, threads: int) -> None:
         self._count = count

@@ -405,7 +405,7 @@ class RedisTier:
         ]
 
     def _renewals(self, names: list[bytes], *, touch: bool = False) -> list[tuple[bytes, ...]]:
-        """touch: even a value without a time to live counts as used."""
+        """touch: count even a value without a time to live as used."""
         renewals: list[tuple[bytes, ...]] = []
         for index, name in enumerate(names):
             ttl_ms = self._ttl_of(index)

@@ -208,7 +208,7 @@ class Shape:
     def chunk(
         self, text: str, tokens: int, finish_reason: str | None, stop_reason: int | str | None, fingerprint: str | None
     ) -> bytes:
-        """tokens: of the answer so far."""
+        """tokens: the number of tokens of the answer so far."""
         end: dict[str, Any] = {"logprobs": None, "finish_reason": finish_reason}
         if not self._sent.chat:
             choice = {"index": 0, "text": text, **end, "stop_reason": stop_reason, "prompt_token_ids": None}

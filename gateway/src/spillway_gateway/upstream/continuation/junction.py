@@ -20,7 +20,7 @@ _REPLACEMENT = "\ufffd"  # what incomplete characters decode to
 
 
 class Junction(NamedTuple):
-    """tokens: of the answer that are kept. withheld: text of them that the client does not have."""
+    """tokens: the answer's tokens that are kept. withheld: their text that the client does not have."""
 
     tokens: int
     withheld: str
@@ -76,7 +76,7 @@ def joined(piece: Piece, text: str, sent_text: str, withheld_chars: int) -> Junc
 
 
 class Stopped(NamedTuple):
-    """text: to be sent. stop: the stop string that ends the answer here; None: none does."""
+    """text: the text to send. stop: the stop string that ends the answer here; None: none does."""
 
     text: str
     stop: str | None
@@ -99,8 +99,8 @@ class StopsAcross:
         self.open = bool(before)
 
     def feed(self, text: str, *, finished: bool, stopped_by: str | None) -> Stopped:
-        """text: what the engine adds. stopped_by: the stop string that the engine found, which `text` then lacks unless
-        it is part of answers."""
+        """text: the text that the engine adds. stopped_by: the stop string that the engine found, which `text` then
+        lacks unless it is part of answers."""
         if not self.open:
             return Stopped(text, None)
         self._text += text

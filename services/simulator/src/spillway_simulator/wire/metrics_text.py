@@ -16,7 +16,7 @@ class _Page:
         self.lines: list[str] = []
 
     def add(self, kind: str, name: str, *samples: tuple[str, float]) -> None:
-        """samples: further labels and the value."""
+        """samples: pairs of further labels and the value."""
         self.lines.append(f"# HELP {name} Of a simulated engine.")
         self.lines.append(f"# TYPE {name} {kind}")
         for labels, value in samples:

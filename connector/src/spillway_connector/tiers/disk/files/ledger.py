@@ -53,7 +53,8 @@ class _Note:
 
 @dataclass(slots=True)
 class Balance:
-    """resident_bytes: in use. added_bytes: ever; shows a scan what was added while it ran."""
+    """resident_bytes: bytes in use. added_bytes: bytes that were ever added; they show a scan what was added while it
+    ran."""
 
     resident_bytes: int
     added_bytes: int

@@ -108,7 +108,8 @@ SESSION_COLUMNS = (  # of the file beside the index, see session_file.py and ses
 
 @dataclass(frozen=True, slots=True)
 class SizeClassShape:
-    """slot_bytes: a whole number of pages. chunks: as many as the index has room for, whether they exist or not."""
+    """slot_bytes: a whole number of pages. chunks: the number that the index has room for, whether they exist or
+    not."""
 
     slot_bytes: int
     slots_per_chunk: int

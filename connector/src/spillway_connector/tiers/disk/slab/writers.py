@@ -26,7 +26,7 @@ class WriterLease:
     """
 
     def __init__(self, folder: Path, shared_number: int | None = None) -> None:
-        """shared_number: of a writer of several processes, from :func:`new_number`."""
+        """shared_number: the number of a writer of several processes, from :func:`new_number`."""
         self.number = new_number() if shared_number is None else shared_number
         self._is_shared = shared_number is not None
         self._folder = folder
