@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import sys
@@ -231,11 +232,12 @@ def parse(word: str) -> tuple[Model, list[str]]:
 
 
 def prepare(wanted: list[Model]) -> None:
-    """Set the environment that vLLM reads when it is imported. Raises ValueError if the models' differ."""
+    """Set the environment that vLLM reads when it is imported, and what the models replace in it. Raises ValueError if
+    they replace different things."""
     first = wanted[0]
     for other in wanted:
         if _process_needs(other) != _process_needs(first):
-            raise ValueError(f"{first.name} and {other.name} need separate processes: their environments differ")
+            raise ValueError(f"{first.name} and {other.name} need separate processes: other parts of vLLM are replaced")
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -244,7 +246,7 @@ def prepare(wanted: list[Model]) -> None:
         HF_HUB_OFFLINE="1",
         PYTHONHASHSEED="0",
         **({"VLLM_USE_FLASHINFER_SAMPLER": "0"} if first.platform == "cuda" else {"TORCH_COMPILE_DISABLE": "1"}),
-        **(ONE_THREAD | first.environment),
+        **ONE_THREAD,
     )
     if first.torch_mla:
         os.environ[_TORCH_MLA] = "1"
@@ -253,12 +255,27 @@ def prepare(wanted: list[Model]) -> None:
         from engine_matrix import cpu_experts
 
         cpu_experts.install()
-    if first.engine.get("pipeline_parallel_size", 1) > 1:
+    if any(chosen.engine.get("pipeline_parallel_size", 1) > 1 for chosen in wanted):
         os.environ[_STAGES] = "1"
+    if first.platform == "cpu":
+        fork_ranks()
+
+
+def fork_ranks() -> None:
+    """Have the ranks of all engines fork from one process that has imported vLLM, which takes longer than their work.
+
+    vLLM starts each on a CPU as a new interpreter. The process that they fork from has computed nothing, so it has no
+    threads.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "spillway_connector.engine.connector"])
+    multiproc_executor.get_mp_context = lambda: context
 
 
 def _process_needs(wanted: Model) -> tuple[object, ...]:
-    return wanted.environment, wanted.platform, wanted.torch_mla, wanted.cpu_experts
+    return wanted.platform, wanted.torch_mla, wanted.cpu_experts
 
 
 def _has_latent_attention() -> bool:

@@ -101,7 +101,6 @@ class Model:
     cpu_blocks: int = 64
     small_cpu_blocks: int = 30  # fewer than two prompts need, so that a third comes from the files
     engine: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
     more_cases: tuple[str, ...] = ()
     leaves_out: tuple[str, ...] = ()
     refuses: str | None = None  # vLLM's error where it cannot run this model on a CPU at all
@@ -153,7 +152,6 @@ CPU_MODELS = (
         "deepseek_v2",
         _DEEPSEEK | _CPU_LATENTS,
         engine={"tensor_parallel_size": 2},
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         more_cases=("device",),
         torch_mla=True,
         other_size="deepseek-v2",
@@ -193,7 +191,6 @@ CPU_MODELS = (
         "llama",
         _SIZES,
         engine={"tensor_parallel_size": 2},
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ),
     Model(
         "llama-pp2",
@@ -201,7 +198,6 @@ CPU_MODELS = (
         "llama",
         _SIZES | {"num_hidden_layers": 5},
         engine={"pipeline_parallel_size": 2},
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ),
 )
 

@@ -39,20 +39,22 @@ class Outcome:
 
 def run_model(name: str, folder: Path, cases: list[str], timeout_seconds: float = 1800.0) -> Outcome:
     """All cases of a model."""
-    return run_models({name: cases}, folder, timeout_seconds)[name]
+    return run_models([(name, cases)], folder, timeout_seconds)[name]
 
 
-def run_models(wanted: Mapping[str, list[str]], folder: Path, timeout_seconds: float = 1800.0) -> dict[str, Outcome]:
-    """One process for the cases of all these models, whose environments are equal. Never raises for what an engine
-    does."""
+def run_models(
+    wanted: Sequence[tuple[str, list[str]]], folder: Path, timeout_seconds: float = 1800.0
+) -> dict[str, Outcome]:
+    """One process for the cases of all these models, in this order; a model may come again with other cases. Never
+    raises for what an engine does."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "engine_matrix.engine_run", str(folder)]
-    command += [f"{name}:{','.join(cases)}" for name, cases in wanted.items()]
+    command += [f"{name}:{','.join(cases)}" for name, cases in wanted]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False
     )
     log = done.stdout[-4000:] + done.stderr[-12_000:]
-    outcomes = {name: Outcome(log=log) for name in wanted}
+    outcomes = {name: Outcome(log=log) for name, _ in wanted}
     for line in done.stdout.splitlines():
         kind, _, payload = line.partition(" ")
         if kind == "RUN":
@@ -62,7 +64,7 @@ def run_models(wanted: Mapping[str, list[str]], folder: Path, timeout_seconds: f
             refusal = json.loads(payload)
             outcomes[refusal["model"]].refusals[refusal["case"]] = refusal["error"]
     for name, outcome in outcomes.items():
-        missing = [case for case in wanted[name] if case not in outcome.runs]
+        missing = [case for of, cases in wanted if of == name for case in cases if case not in outcome.runs]
         if missing and not outcome.refusals:
             outcome.refusals[missing[0]] = f"the process ended with {done.returncode}"
         elif done.returncode and not any(other.refusals for other in outcomes.values()):
@@ -76,7 +78,7 @@ def run_each(wanted: Mapping[str, list[str]], folder: Path) -> dict[str, Outcome
     left = [(name, case) for name, cases in wanted.items() for case in cases]
     while left:
         asked = {name: [case for of, case in left if of == name] for name, _ in left}
-        for name, outcome in run_models(asked, folder).items():
+        for name, outcome in run_models([*asked.items()], folder).items():
             found[name].runs |= outcome.runs
             found[name].refusals = outcome.refusals | found[name].refusals
             found[name].log += outcome.log

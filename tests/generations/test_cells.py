@@ -1,7 +1,8 @@
 """One test for each column, on the vLLM of this interpreter, with tiny random models: the answers of an engine with
 Spillway are those of one without, and the counters show that the column's mechanism was used.
 
-The engines of one rank are started one after the other in one process, those of the columns that are asked for alone.
+The engines of most columns are started one after the other in one process, those of the columns that are asked for
+alone.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from engine_matrix.test_adapters import test_one_adapter_name_and_other_weights 
 from engine_matrix.test_data_parallel import (
     test_ranks_answer_as_without_offload_and_load_each_others_blocks as ranks_share_blocks,
 )
-from engine_matrix.verdict import Outcome, faults, run_each, run_model
+from engine_matrix.verdict import Outcome, faults, run_each
 from module_runs import module_runs
 
 ROUNDING = 1e-3  # of a logprob, between a prompt computed whole and one computed behind a hit
 # Test -> model and cases (engine_run) that must answer as without offload and use what they are for.
-ONE_RANK = {
+IN_ONE_PROCESS = {
     "test_cpu_tier": ("llama", ("cpu", "lossy")),
     "test_nvme": ("llama", ("nvme",)),
     "test_redis": ("llama", ("redis",)),
@@ -29,17 +30,18 @@ ONE_RANK = {
     "test_failed_load": ("llama", ("failing",)),
     "test_computed_while_loading": ("llama", ("meet", "meet-async")),
     "test_several_kv_groups": ("gemma3-window", ("cpu", "lossy", "failing")),
+    "test_two_ranks": ("llama-tp2", ("cpu",)),
 }
-pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all engines of one rank
+pytestmark = pytest.mark.timeout(1800)  # of the first, which starts all of these engines
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     wanted: dict[str, list[str]] = {}
-    for test in dict.fromkeys(item.name for item in request.session.items if item.name in ONE_RANK):
-        model, cases = ONE_RANK[test]
+    for test in dict.fromkeys(item.name for item in request.session.items if item.name in IN_ONE_PROCESS):
+        model, cases = IN_ONE_PROCESS[test]
         wanted.setdefault(model, ["none"]).extend(cases)
-    return run_each(wanted, tmp_path_factory.mktemp("one-rank"))
+    return run_each(wanted, tmp_path_factory.mktemp("cells"))
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def require_own(
     """Requires the test's own cases."""
 
     def require_cases() -> None:
-        model, cases = ONE_RANK[request.node.name]
+        model, cases = IN_ONE_PROCESS[request.node.name]
         require(outcomes[model], *cases)
         record_property("seconds", sum(outcomes[model].runs[case]["seconds"] for case in cases))
 
@@ -105,8 +107,8 @@ def test_several_kv_groups(require_own: Callable[[], None]) -> None:
     require_own()
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    require(run_model("llama-tp2", tmp_path, ["none", "cpu"]), "cpu")
+def test_two_ranks(require_own: Callable[[], None]) -> None:
+    require_own()
 
 
 @pytest.mark.timeout(3000)
