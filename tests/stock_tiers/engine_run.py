@@ -12,7 +12,7 @@ Prints `RUN {json}` for each case: tokens, log-probabilities, cached tokens and 
     nvme-damaged   before the second round one byte of every second file is changed
     redis-killed   in the middle of the second round the server is killed
     one-by-one     Spillway's tier and vLLM's canonical_layout: blocks that one rank stores and loads
-    two-by-two     the same of two ranks, which VLLM_CPU_OMP_THREADS_BIND places
+    two-by-two     the same of two ranks
     one-by-two, two-by-one
                    again on these files, with the other number of ranks
 
@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine_matrix.engine_run import ONE_THREAD
+from engine_matrix.engine_run import ONE_THREAD, fork_ranks
 from engine_matrix.greedy import greedy_answers
 from engine_matrix.models import build, model
 from valkey_servers import started_valkey
@@ -39,7 +39,8 @@ from valkey_servers import started_valkey
 from stock_tiers.patience import PATIENT
 
 PROMPTS, ANSWER_TOKENS = 6, 8
-CASES = ("none", "fs", "nvme", "nvme-class", "nvme-restart", "nvme-damaged", "redis", "redis-killed", "one-by-one")
+CASES = ("none", "fs", "nvme", "nvme-class", "nvme-restart", "nvme-damaged", "redis", "redis-killed")
+CASES += ("one-by-one", "one-by-two", "two-by-two", "two-by-one")
 RANKS = {"one": 1, "two": 2}
 
 
@@ -146,7 +147,8 @@ def main() -> None:
     # One process, and a seed that every engine of this test has.
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", PYTHONHASHSEED="0")
     if "STOCK_MODEL" not in os.environ:
-        os.environ.update(ONE_THREAD | {name: os.environ[name] for name in ONE_THREAD if name in os.environ})
+        os.environ.update(ONE_THREAD)
+    fork_ranks()
     folder, cases = Path(sys.argv[1]), sys.argv[2].split(",")
     work = Workload(folder)
     for case in cases:
