@@ -13,8 +13,10 @@ Pure: no I/O, no lock, no clock; the time is an argument. Everything here belong
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import contains, not_, setitem
 from typing import Generic, NamedTuple, TypeVar
 
 LOG_KEYS_MAX = 32_768
@@ -92,8 +94,12 @@ class PresenceIndex:
     def get_many(self, keys: Iterable[bytes]) -> list[float | None]:
         """Return for each key when its answer expires, negative if the answer is "absent", or None; the caller
         compares it with the time."""
-        shards = self._shards
-        return [shards[hash(key) % _SHARDS].get(key) for key in keys]
+        keys = list(keys)
+        return list(map(dict.get, self._shards_of(keys), keys))
+
+    def _shards_of(self, keys: Iterable[bytes]) -> Iterator[dict[bytes, float]]:
+        """Yield the dict that each key is in, without a loop of Python's."""
+        return map(self._shards.__getitem__, map((_SHARDS - 1).__and__, map(hash, keys)))
 
     def present_of(self, keys: Collection[bytes], now: float) -> set[bytes]:
         """Return those of ``keys`` whose valid answer at ``now`` is "present"."""
@@ -110,16 +116,15 @@ class PresenceIndex:
 
     def put_many(self, keys: Collection[bytes], present: bool, now: float) -> None:
         """Record the same answer for all of ``keys``, as of ``now``."""
-        shards, order = self._shards, self._order
+        order = self._order
         expiry = now + self._present_seconds if present else -(now + self._absent_seconds)
-        for key in keys:
-            shard = shards[hash(key) % _SHARDS]
-            if key not in shard:
-                order.append(key)
-            shard[key] = expiry
+        unique = dict.fromkeys(keys)
+        shards = list(self._shards_of(unique))
+        order.extend(compress(unique, map(not_, map(contains, shards, unique))))
+        deque(map(setitem, shards, unique, repeat(expiry)), maxlen=0)
         while len(order) > self._keys_max:
             oldest = order.popleft()
-            del shards[hash(oldest) % _SHARDS][oldest]
+            del self._shards[hash(oldest) % _SHARDS][oldest]
 
     def clear(self) -> None:
         self._shards = tuple({} for _ in range(_SHARDS))

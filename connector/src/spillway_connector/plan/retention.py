@@ -215,12 +215,10 @@ class Retention(Generic[_Key]):
         """Forget these chunks, which have left the tier."""
         if self._ended:
             deque(map(self._ended.pop, keys, repeat(None)), maxlen=0)
-        for key, users in zip(keys, map(self._users.pop, keys, repeat(None)), strict=True):
-            if isinstance(users, dict):
-                for session in users:
-                    del session.keys[key]
-            elif users is not None:
-                del users.keys[key]
+        for users, left in _runs(list(keys), map(self._users.pop, keys, repeat(None))):
+            if users is not None:
+                for session in users if isinstance(users, dict) else (users,):
+                    deque(map(session.keys.__delitem__, left), maxlen=0)
 
     def clear(self) -> None:
         """The tier is empty."""
@@ -269,7 +267,8 @@ class Retention(Generic[_Key]):
         spared: list[_Key] = []
         asking_session = None if asking is None else self._sessions.get(asking)
         last_of: dict[bytes, Iterator[_Key]] = {}  # by tenant
-        for users, neighbours in self._by_users(leavable(oldest_first)) if len(leaving) < count else ():
+        batches = leavable(oldest_first) if len(leaving) < count else ()
+        for users, neighbours in chain.from_iterable(_runs(batch, map(self._users.get, batch)) for batch in batches):
             session = next(reversed(users)) if isinstance(users, dict) else users
             run = list(filterfalse(leaving.__contains__, neighbours))
             if session is None or session.due_from(now) in (None, math.inf):
@@ -304,18 +303,6 @@ class Retention(Generic[_Key]):
         if len(leaving) < count:
             return None
         return list(leaving), list(filterfalse(leaving.__contains__, spared))
-
-    def _by_users(
-        self, batches: Iterable[Sequence[_Key]]
-    ) -> Iterator[tuple[_Session[_Key] | dict[_Session[_Key], None] | None, Sequence[_Key]]]:
-        """The chunks in runs of neighbours that have the same users, and those users as `_users` has them."""
-        for batch in batches:
-            users = list(map(self._users.get, batch))
-            at = 0
-            for _, same in groupby(map(id, users)):
-                end = at + len(list(same))
-                yield users[at], batch[at:end]
-                at = end
 
     def _first_to_leave(self, count: int, leavable: Leavable[_Key]) -> dict[_Key, None]:
         """Choose up to `count` chunks of sessions that have ended. If such a session has a request after all, it has
@@ -398,3 +385,19 @@ class Retention(Generic[_Key]):
     def _end(self, name: tuple[bytes, bytes]) -> None:
         self._ended.update(dict.fromkeys(reversed(self._drop(name))))
         self.sessions_ended += 1
+
+
+def _runs(
+    keys: Sequence[_Key], users_of: Iterable[_Session[_Key] | dict[_Session[_Key], None] | None]
+) -> Iterator[tuple[_Session[_Key] | dict[_Session[_Key], None] | None, Sequence[_Key]]]:
+    """Yield the chunks in runs of neighbours with the same users, behind those users.
+
+    Args:
+        keys: The chunks.
+        users_of: What `Retention._users` has of each.
+    """
+    users, begin = list(users_of), 0
+    for _, same in groupby(map(id, users)):
+        end = begin + len(list(same))
+        yield users[begin], keys[begin:end]
+        begin = end

@@ -261,7 +261,7 @@ class WaitingChunks(Generic[_Key]):
         _insert(waiting.tenant.short, waiting)
 
     def _release(self, waiting: _Waiting[_Key]) -> None:
-        keys = [waiting.keys[position] for position in waiting.held]
+        keys = list(map(waiting.keys.__getitem__, waiting.held))
         users = list(map(self._users.pop, keys))
         if max(users, default=0) > 1:  # other requests keep some of them
             self._users.update((key, count - 1) for key, count in zip(keys, users, strict=True) if count > 1)
