@@ -56,4 +56,5 @@ def test_every_request_is_answered_and_both_versions_serve(stack: RunningStack) 
     prompts = [stack.new_prompt(2) for _ in range(STREAMS)]
     streams = StreamCrowd(stack.local.gateway_url, stack.model, prompts, ANSWER_TOKENS).join()
     assert [str(stream) for stream in streams if not stream.complete] == []
-    assert {stream.engine for stream in streams} == {"engine-0", "engine-1"}
+    # A stream that waits for long begins with a comment, before its engine is known: on a busy machine.
+    assert {stream.engine for stream in streams} - {None} == {"engine-0", "engine-1"}
