@@ -51,7 +51,6 @@ from spillway_connector.transfer.stats import Operation, SkipReason, TierCounter
 _log = logging.getLogger(__name__)
 
 LOST_THREADS_MAX = 4  # lost at a time, in multiples of the threads; each keeps a bounce buffer until its call ends
-LOOK_SECONDS = 0.5  # between two looks for threads that do not come back
 FAIR_SHARE = 0.5  # of a job's time: if the tier had less for an item, this process may have caused the timeout
 DISCARD_SECONDS = 1.0  # for removing an entry that was proven corrupt
 _LEFT = {StoreOutcome.PENDING: SkipReason.PENDING, StoreOutcome.NOT_ADMITTED: SkipReason.ADMISSION}
@@ -145,7 +144,7 @@ class Movers:
         self._clock = clock
         self._progress = progress
         self._stopping = False
-        self._looked_at = float("-inf")  # for threads that do not come back
+        self._look_at = float("-inf")  # for threads that do not come back: none is late before
         self._answered_at = dict.fromkeys(Operation, float("-inf"))  # when the tier last answered
         # A token wakes one worker, which works until there is nothing left for it, and wakes the next one while
         # there is more, so that the scheduler wakes one thread a job. Loads go first, and a thread stays free of
@@ -171,18 +170,20 @@ class Movers:
     def replace_stuck(self) -> None:
         """Start a thread for each one that has not come back long after its job's deadline.
 
-        Each job calls this, so it looks for them only every LOOK_SECONDS.
+        Each job calls this. It looks at the threads once one of those that were busy at the last look may be late, or
+        one that took an item since: the deadline of such an item was still to come.
         """
         now = self._clock()
-        if now - self._looked_at < LOOK_SECONDS:
+        if now < self._look_at:
             return
-        self._looked_at = now
         with self._pick:
-            stuck = [
-                worker
+            deadlines = {
+                worker: item.job.deadline
                 for worker in self._workers
-                if not worker.lost and worker.item is not None and now >= worker.item.job.deadline + STUCK_SECONDS
-            ]
+                if not worker.lost and (item := worker.item) is not None  # its thread may take it away meanwhile
+            }
+            self._look_at = min((now, *deadlines.values())) + STUCK_SECONDS
+            stuck = [worker for worker, deadline in deadlines.items() if now >= deadline + STUCK_SECONDS]
             room = LOST_THREADS_MAX * self._threads - sum(worker.lost for worker in self._workers)
             stuck = stuck[: max(0, room)]
             for worker in stuck:
