@@ -3,19 +3,17 @@ comparison takes the place of cutting all of it into segments and looking each o
 
 A beginning is found by the few characters before the last of MARKS that it reaches, and is then compared as a whole. So
 conversations that begin alike are both known once they differ before a mark. An answer never comes sooner because
-another tenant has sent the same text.
-
-The event loop and the tokenizer threads share it: each method holds the lock for a few steps.
-"""
+another tenant has sent the same text."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
+
+from spillway_gateway.tokens.bounded_entries import BoundedEntries
 
 ENTRY_BYTES = 1024  # of the entry, its key and its objects; measured with tracemalloc on CPython 3.11, rounded up
 CHARS_MIN = 4096  # shorter texts have few segments
@@ -55,27 +53,18 @@ class Beginning(NamedTuple):
         return True
 
 
-class KnownBeginnings:
-    """The beginnings of texts; the least recently used ones leave. bytes_max: of all of them, each as a whole."""
+class KnownBeginnings(BoundedEntries[_Key, Beginning]):
+    """The beginnings of texts. bytes_max: of all of them, each as a whole."""
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._entries: OrderedDict[_Key, Beginning] = OrderedDict()
-        self._lock = threading.Lock()
-        self.estimated_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        super().__init__(bytes_max, attrgetter("estimated_bytes"))
 
     def find(self, owner: str, text: str) -> Beginning | None:
         """Return the longest known beginning of the owner's texts with which this one begins."""
         for at in range(bisect_right(MARKS, len(text)) - 1, -1, -1):
             key = _key(owner, text, MARKS[at])
-            found = self._entries.get(key)
-            if found is not None and found.begins(text):
-                with self._lock:
-                    if key in self._entries:
-                        self._entries.move_to_end(key)
+            if (found := self.peek(key)) is not None and found.begins(text):
+                self.get_all((key,))
                 return found
         return None
 
@@ -100,15 +89,8 @@ class KnownBeginnings:
         if size > self._bytes_max:
             return
         key = _key(owner, text, MARKS[at])
-        with self._lock:
-            for old in (key, key if before is None else before.key):
-                dropped = self._entries.pop(old, None)
-                self.estimated_bytes -= dropped.estimated_bytes if dropped is not None else 0
-            self._entries[key] = Beginning(texts, all_ids, end, key, size)
-            self.estimated_bytes += size
-            while self.estimated_bytes > self._bytes_max:
-                _, oldest = self._entries.popitem(last=False)
-                self.estimated_bytes -= oldest.estimated_bytes
+        beginning = Beginning(texts, all_ids, end, key, size)
+        self.put(key, beginning, in_place_of=None if before is None else before.key)
 
 
 def _longer(pieces: tuple[Piece, ...], new: Piece) -> tuple[Piece, ...]:
