@@ -185,8 +185,8 @@ def store(pair: Pair, prompts: Sequence[list[int]]) -> None:
 
 
 def turns(name: str, pair: Pair, tokens: int, runs: int) -> dict[str, float | int | str]:
-    """Measure the seconds from the end of the work before a request to its first token, by where its prefix was when
-    it came."""
+    """Measure the seconds from the end of the work before a request to its first token, by the tier that held its
+    prefix when it came."""
     prompts = [make_prompt(f"{name} {number}", tokens + TAIL_TOKENS) for number in range(PROMPTS)]
     store(pair, prompts)
     second = pair.second

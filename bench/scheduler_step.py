@@ -15,7 +15,7 @@ metadata, take in what the workers report, collect statistics. Chunks are 4 KiB,
                 shared tier ends before the next step
     misses      unseen requests arrive and finish
     decode_8    8 requests compute a token each, while nothing waits and nothing is copied
-    decode      64 requests do
+    decode      the same with 64 requests
     answers     256 requests of 256 chunks wait for one answer of the shared tier, all of them absent; each step that
                 processes a part of it is measured (Spillway alone: upstream asks the file system within the step)
 

@@ -209,8 +209,8 @@ def _production_stack_name() -> str:
 
 
 def _production_stack() -> Path:
-    """Install the router from a checkout, with the versions that it pins. It is not on PyPI, where its name belongs to
-    vllm-router."""
+    """Install the router from a checkout, with the versions that it pins. PyPI has another
+    project, vllm-router, under its name."""
     name = _production_stack_name()
     source = HOME / name / "source"
     if not source.is_dir():

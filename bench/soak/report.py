@@ -97,7 +97,7 @@ def flat_report(seen: Observed) -> Report:
 
 
 def _processes(footprints: Footprints) -> Report:
-    """Report of each name's longest-lived process: where its memory ended and what its second half added."""
+    """Report the memory of each name's longest-lived process at its end, and what its second half added."""
     longest = {}
     for generation in sorted(footprints.generations.values(), key=lambda one: len(one.samples)):
         longest[generation.name] = generation

@@ -132,6 +132,7 @@ OTHER_VLLM: dict[str, tuple[str, ...]] = {
     "connector/tests/engine/features/test_feature.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/features/test_meetings.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/features/test_window_stores.py": ("0.30", "0.32", "0.33"),
+    "connector/tests/engine/ipc/test_statistics_due.py": ("0.32",),
     "connector/tests/engine/layouts/test_equal_ranks.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/layouts/test_kv_layout.py": ("0.30", "0.32", "0.33"),
     "connector/tests/engine/layouts/test_stages.py": ("0.30", "0.32", "0.33"),

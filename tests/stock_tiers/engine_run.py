@@ -148,7 +148,7 @@ def main() -> None:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", PYTHONHASHSEED="0")
     if "STOCK_MODEL" not in os.environ:
         os.environ.update(ONE_THREAD)
-    fork_ranks()
+        fork_ranks()
     folder, cases = Path(sys.argv[1]), sys.argv[2].split(",")
     work = Workload(folder)
     for case in cases:

@@ -98,7 +98,7 @@ class PresenceIndex:
         return list(map(dict.get, self._shards_of(keys), keys))
 
     def _shards_of(self, keys: Iterable[bytes]) -> Iterator[dict[bytes, float]]:
-        """Yield the dict that each key is in, without a loop of Python's."""
+        """Iterate over the dicts that the keys are in, without a loop of Python's."""
         return map(self._shards.__getitem__, map((_SHARDS - 1).__and__, map(hash, keys)))
 
     def present_of(self, keys: Collection[bytes], now: float) -> set[bytes]:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from spillway_connector.config import ConnectorConfig
 from spillway_connector.engine.connector import SpillwayConnector
 from spillway_connector.engine.ipc.statistics_due import STATISTICS_BURST, STATISTICS_SECONDS, StatisticsDue
+from spillway_connector.testing.generation import (
+    SpillwayTieringManager,
+    make_cpu_tier,
+    scheduler_half,
+    step_output,
+)
+from spillway_connector.testing.memory import unnamed_region
+
+BLOCK_TOKENS, ROWS = 16, 8
 
 
 class Clock:
@@ -64,26 +74,41 @@ def test_with_asynchronous_scheduling_the_newest_step_counts(clock):
     assert due.take() and due.take()
 
 
-def test_a_connector_whose_engine_computes_counts_on_and_reports_what_it_counted_later(clock, monkeypatch):
+def test_a_connector_whose_engine_computes_counts_on_and_reports_what_it_counted_later(clock):
     """The connector of either generation asks its half only if statistics are due."""
-    connector = SpillwayConnector.__new__(SpillwayConnector)
-    asked = []
-    half = SimpleNamespace(
-        build_connector_meta=lambda output: None,
-        get_stats=lambda: asked.append(clock.now) or "statistics",
-        manager=SimpleNamespace(take_stats=lambda: asked.append(clock.now) or "statistics"),
+    region = unnamed_region(ROWS, 4096)
+    manager = SpillwayTieringManager(
+        make_cpu_tier(ROWS, region, "lru", enable_events=False),
+        [],
+        ROWS,
+        ConnectorConfig.parse({"num_cpu_blocks": ROWS}),
+        chunk_tokens=BLOCK_TOKENS,
+        chunk_bytes=4096,
     )
-    monkeypatch.setattr(f"{SpillwayConnector.__module__}.SpillwayConnectorScheduler", SimpleNamespace)
-    connector.connector_worker, connector.connector_scheduler = None, half
+    attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.bfloat16)
+    connector = SpillwayConnector.__new__(SpillwayConnector)
+    connector.connector_worker, connector.connector_scheduler = None, scheduler_half(manager, [attention])
     connector._statistics_due = StatisticsDue(clock)
 
     def step(tokens):
-        connector.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=tokens))
-        return connector.get_kv_connector_stats()
+        connector.build_connector_meta(step_output({"running": tokens} if tokens else {}))
+        manager.count_settled(1)
+        stats = connector.get_kv_connector_stats()
+        return None if stats is None else next(count for name, count in counts_of(stats) if "settled" in name)
 
-    assert [step(8) for _ in range(STATISTICS_BURST)] == ["statistics"] * STATISTICS_BURST
-    assert step(8) is None and len(asked) == STATISTICS_BURST
+    assert [step(8) for _ in range(STATISTICS_BURST)] == [1] * STATISTICS_BURST
+    assert [step(8), step(8)] == [None, None]
     clock.now += 1.5 * STATISTICS_SECONDS
-    assert step(8) == "statistics"
-    assert step(8) is None
-    assert step(0) == "statistics"
+    assert [step(8), step(8), step(0)] == [3, None, 2]
+    region.cleanup()
+
+
+def counts_of(stats):
+    """Yield names and values of whatever vLLM's statistics of this generation hold."""
+    left = [("", stats.data)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{name}|{key}", one) for key, one in value.items()]
+        elif isinstance(value, int | float):
+            yield name, value
